@@ -282,12 +282,20 @@ def test_neutral_and_foreign_entries_are_accepted(tmp_path):
         ("blk.1.attn_q.weight", None, "self_attn.q_proj.weight is missing"),
         ("blk.1.attn_q.weight", np.zeros((8, 64), np.float32), "q_proj.weight must have shape"),
         ("blk.1.ffn_up.weight", (np.zeros((96, 36), np.uint8), "Q4_0"), None),
-        ("blk.1.ffn_up.weight", (np.zeros((96, 36), np.uint8), "IQ4_NL"), "the type IQ4_NL, which"),
-        ("blk.1.attn_q_norm.weight", np.ones(16, np.float32), "self_attn.q_norm.weight is left"),
+        (
+            "blk.1.ffn_up.weight",
+            (np.zeros((96, 36), np.uint8), "IQ4_NL"),
+            "must be one of F32.*, got IQ4_NL",
+        ),
+        ("blk.1.attn_q_norm.weight", np.ones(16, np.float32), "self_attn.q_norm.weight is in"),
         ("blk.0.attn_q_norm.weight", np.ones(16, np.float32), "tensor blk.0.attn_q_norm.weight is"),
-        ("blk.0.ffn_gate.bias", np.ones(96, np.float32), "mlp.gate_proj.bias is left over"),
-        ("mm.0.weight", np.ones(96, np.float32), "mm.0.weight is left over"),
-        ("output_norm.weight", np.full(64, np.nan, np.float32), "output_norm.weight is not finite"),
+        ("blk.0.ffn_gate.bias", np.ones(96, np.float32), "mlp.gate_proj.bias is in the files, but"),
+        ("mm.0.weight", np.ones(96, np.float32), "mm.0.weight is in the files, but"),
+        (
+            "output_norm.weight",
+            np.full(64, np.nan, np.float32),
+            "output_norm.weight must be finite",
+        ),
     ],
 )
 def test_loading_names_wrong_tensors(tmp_path, name, tensor, message):

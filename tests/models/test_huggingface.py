@@ -223,7 +223,7 @@ def test_load_weights_reads_names_without_model_prefix(folder):
         ),
         (
             lambda tensors: tensors.update({"model.layers.3.extra": np.zeros(1, np.float32)}),
-            "model.layers.3.extra is left over",
+            "model.layers.3.extra is in the files, but not part of",
         ),
         (
             lambda tensors: tensors.update({_Q_PROJ: np.zeros((24, 17), np.float32)}),
@@ -235,15 +235,15 @@ def test_load_weights_reads_names_without_model_prefix(folder):
         ),
         (
             lambda tensors: tensors.update({_Q_PROJ: np.zeros((24, 16), np.int8)}),
-            f"{_Q_PROJ} must be floating point and not quantised, got I8",
+            f"{_Q_PROJ} must have a floating-point dtype, got I8",
         ),
         (
             lambda tensors: tensors[_Q_PROJ].__setitem__((23, 15), np.nan),
-            f"{_Q_PROJ} is not finite",
+            f"{_Q_PROJ} must be finite",
         ),
         (
             lambda tensors: tensors[_Q_PROJ].__setitem__((0, 0), -np.inf),
-            f"{_Q_PROJ} is not finite",
+            f"{_Q_PROJ} must be finite",
         ),
     ],
 )
@@ -258,7 +258,7 @@ def test_load_weights_names_the_wrong_tensor(folder, edit, message, scan_layers)
 def test_load_weights_rejects_values_that_overflow(folder):
     _edit(folder, lambda tensors: tensors[_Q_PROJ].__setitem__((0, 0), 1e6))
     load_weights(Llama, folder, _CONFIG)
-    with pytest.raises(WeightsError, match=f"{_Q_PROJ} is not finite as float16"):
+    with pytest.raises(WeightsError, match=f"{_Q_PROJ} must be finite in float16"):
         load_weights(Llama, folder, _CONFIG, dtype="float16")
 
 
@@ -306,11 +306,11 @@ def test_load_weights_rejects_a_wrong_index(tmp_path):
     for astray in ("../outside.safetensors", str(tmp_path / "outside.safetensors"), 3):
         edited = {"weight_map": {**content["weight_map"], _Q_PROJ: astray}}
         index.write_text(json.dumps(edited), encoding="utf-8")
-        with pytest.raises(WeightsError, match="must lie in the folder itself"):
+        with pytest.raises(WeightsError, match="must not contain a folder"):
             load_weights(Llama, tmp_path / "model", _CONFIG)
     index.write_text(json.dumps(content), encoding="utf-8")
     (tmp_path / "model" / shard).unlink()
-    with pytest.raises(WeightsError, match=f"{shard}, which .* names, is missing"):
+    with pytest.raises(WeightsError, match=f"the file {shard} is missing"):
         load_weights(Llama, tmp_path / "model", _CONFIG)
     shutil.copy(tmp_path / "outside.safetensors", tmp_path / "model" / shard)
     copied = {**content["weight_map"], _Q_PROJ: "copy.safetensors"}
@@ -319,7 +319,7 @@ def test_load_weights_rejects_a_wrong_index(tmp_path):
     with pytest.raises(WeightsError, match="is in another file too"):
         load_weights(Llama, tmp_path / "model", _CONFIG)
     index.write_text("{}", encoding="utf-8")
-    with pytest.raises(WeightsError, match="weight_map must map"):
+    with pytest.raises(WeightsError, match="weight_map must be an object"):
         load_weights(Llama, tmp_path / "model", _CONFIG)
 
 

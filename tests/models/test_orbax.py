@@ -90,7 +90,7 @@ def test_load_checkpoint_keeps_the_dtype_or_converts(tmp_path):
 
 def test_save_checkpoint_never_replaces_a_checkpoint(tmp_path):
     save_checkpoint(_model(), tmp_path)
-    with pytest.raises(FileExistsError, match="path must not hold a checkpoint"):
+    with pytest.raises(FileExistsError, match="path must not contain a checkpoint"):
         save_checkpoint(_model(), tmp_path)
 
 

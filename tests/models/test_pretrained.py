@@ -223,8 +223,11 @@ def test_from_pretrained_rejects_huge_sizes_early(tmp_path, key):
         ("base_model.model.{}", "PEFT"),
         ("{}.scales", "config.json has no quantization_config"),
         ("{}.biases", "config.json has no quantization_config"),
-        ("model.layers.0.self_attn.q_proj.lora_A.weight", "LoRA adapter that is not merged"),
-        ("model.layers.0.self_attn.q_proj.base_layer.weight", "LoRA adapter that is not merged"),
+        ("model.layers.0.self_attn.q_proj.lora_A.weight", "LoRA adapter, which cannot be loaded"),
+        (
+            "model.layers.0.self_attn.q_proj.base_layer.weight",
+            "LoRA adapter, which cannot be loaded",
+        ),
         ("{}.qweight", "config.json has no quantization_config"),
         (
             "{}.weight_scale_inv",

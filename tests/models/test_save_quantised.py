@@ -29,8 +29,8 @@ REPRESENTABLE = (
     "gptq-v1-asym", "gptq-v2",
 )  # fmt: skip
 REFUSED = {
-    "bnb-nf4": "does not support nf4",
-    "gptq-v1-actorder": "does not support an order of inputs",
+    "bnb-nf4": "does not support the format nf4",
+    "gptq-v1-actorder": "does not support matrices with reordered inputs",
     "mlx-q4": "stores minima as zero points",
 }
 

@@ -25,21 +25,21 @@ from paged_jax.models.loading.tensor_map import (
     standard_name,
 )
 
-# Hugging Face tensor name of each array of the other definition, by the name of the array. If axes
-# must be permuted, the value is a pair of the tensor name and the permutation of the array's axes.
-# A * stands for the number of a layer.
+# For each array of the other definition, the name of the Hugging Face tensor that it holds. The
+# value is a pair of this name and a permutation if the axes of the array must be permuted. In both
+# names, a * stands for the index of a layer.
 NameMap = Mapping[str, str | tuple[str, tuple[int, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorSource:
-    """Array of the other definition that holds a Hugging Face tensor.
+    """Place of a Hugging Face tensor in the arrays of the other definition.
 
     Attributes:
-      name: name of the array.
-      axes: permutation of its axes; None to leave them.
-      layer: index into the first axis after transposition, if the array stacks all layers; None
-        otherwise.
+      name: name of the array that holds the tensor.
+      axes: permutation of the array's axes that gives the order in the tensor; None for no change.
+      layer: index of the layer, if the array stacks all layers along its first axis (after the
+        permutation); None otherwise.
     """
 
     name: str
@@ -47,7 +47,7 @@ class TensorSource:
     layer: int | None = None
 
     def take(self, arrays: Mapping[str, jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        """Return the tensor in its Hugging Face shape."""
+        """Take the tensor out of the arrays, in its Hugging Face shape."""
         array = arrays[self.name]
         array = array if self.axes is None else array.transpose(self.axes)
         return (array if self.layer is None else array[self.layer]).reshape(shape)
@@ -60,29 +60,32 @@ def find_sources(
     shapes: Mapping[str, tuple[int, ...]],
     rules: NameMap,
 ) -> dict[str, TensorSource]:
-    """Find the arrays of the other definition that make up some parameters.
+    """Find the arrays of the other definition from which parameters can be assembled.
 
     Args:
       function: function name for error messages.
       config: configuration of the model.
-      names: names of the parameters.
-      shapes: shapes of the other definition's arrays by name.
-      rules: tensor names of these arrays. Arrays without a rule have their Hugging Face name.
+      names: names of this model's parameters to assemble.
+      shapes: shape of each array of the other definition, by name.
+      rules: Hugging Face tensor names of these arrays, see `NameMap`. Arrays without a rule must
+        have the Hugging Face name themselves.
 
     Returns:
-      The source of each Hugging Face tensor. For a tied model this includes the head if the other
-      definition has one, so that it can be compared with the embeddings.
+      For each Hugging Face tensor, its place in the arrays. If the embeddings are tied, but the
+      other definition also has an output head, the result includes the head, so that the caller can
+      compare it with the embeddings.
 
     Raises:
-      WeightsError: a tensor is missing, unexpected, named twice, or of another shape.
+      WeightsError: a tensor is missing, not part of the model, in two arrays, or has the wrong
+        shape.
     """
     sources: dict[str, TensorSource] = {}
     for name in shapes:
         for tensor, source in _sources_of(name, rules, config):
             if tensor in sources:
                 raise WeightsError(
-                    f"{function}: mapping must name {tensor} once, got {sources[tensor].name} and "
-                    f"{name}."
+                    f"{function}: mapping must map only one array to {tensor}, got "
+                    f"{sources[tensor].name} and {name}."
                 )
             sources[tensor] = source
     wanted = {
@@ -92,15 +95,15 @@ def find_sources(
     }
     if missing := [tensor for tensor in wanted if tensor not in sources]:
         raise WeightsError(
-            f"{function}: params must hold {_enumerate(missing)}, but no array maps to it."
+            f"{function}: params must contain {_enumerate(missing)}, but no array is mapped to it."
         )
     # Trainers may keep a tied head in addition to the embeddings.
     known = {*wanted, HEAD} if config.tie_word_embeddings else set(wanted)
     if left_over := [tensor for tensor in sources if tensor not in known]:
         name = sources[left_over[0]].name
         raise WeightsError(
-            f"{function}: params must hold only tensors of the model, got "
-            f"{_enumerate(left_over)} ({name})."
+            f"{function}: params must only contain tensors of the model, got "
+            f"{_enumerate(left_over)} (from the array {name})."
         )
     if HEAD in sources and HEAD not in wanted and EMBEDDINGS in wanted:
         wanted[HEAD] = dataclasses.replace(wanted[EMBEDDINGS], tensor=HEAD)
@@ -115,7 +118,7 @@ def assemble(
     arrays: Mapping[str, jax.Array],
     sources: Mapping[str, TensorSource],
 ) -> jax.Array:
-    """Assemble a parameter from the tensors that it consists of. For use in `jit`."""
+    """Assemble a parameter from the tensors that it consists of, in `jit`."""
     return _join(
         [
             (mapping, mapping.to_box(sources[mapping.tensor].take(arrays, mapping.shape)))
@@ -125,9 +128,10 @@ def assemble(
 
 
 def _join(boxes: list[tuple[TensorMapping, jax.Array]], axis: int = 0) -> jax.Array:
-    """Concatenate boxes that fill a parameter, along `axis` and the axes after it.
+    """Concatenate the boxes of a parameter along `axis` and all later axes.
 
-    A box is a rectangular part of the parameter, see `TensorMapping`.
+    A box is a rectangular part of the parameter, see `TensorMapping`. Together, the boxes fill the
+    parameter.
     """
     if len(boxes) == 1:
         return boxes[0][1]
@@ -141,7 +145,10 @@ def _join(boxes: list[tuple[TensorMapping, jax.Array]], axis: int = 0) -> jax.Ar
 def _sources_of(
     name: str, rules: NameMap, config: LlamaConfig
 ) -> Iterable[tuple[str, TensorSource]]:
-    """Return the tensors in an array, each with its source: one tensor, or one tensor per layer."""
+    """Return the names of the tensors in an array, each with its place.
+
+    An array holds one tensor, or one tensor for each layer.
+    """
     for pattern, target in rules.items():
         tensor, axes = (target, None) if isinstance(target, str) else target
         found = re.fullmatch(re.escape(pattern).replace(r"\*", r"(\d+)"), name)
@@ -162,14 +169,16 @@ def _check_shape(
     axes = tuple(range(len(shape))) if source.axes is None else source.axes
     if sorted(axes) != list(range(len(shape))):
         raise WeightsError(
-            f"{function}: mapping must order the {len(shape)} axes of {source.name}, got {axes}."
+            f"{function}: mapping must give a permutation of the {len(shape)} axes of "
+            f"{source.name}, got {axes}."
         )
     ordered = [shape[axis] for axis in axes][0 if source.layer is None else 1 :]
     if not _can_merge_axes(ordered, mapping.shape):
         layer = "" if source.layer is None else " (without the axis of layers)"
         raise WeightsError(
-            f"{function}: {mapping.tensor} must have shape {list(mapping.shape)}, got {ordered}"
-            f"{layer} from {source.name}. Give the order of its axes in the mapping."
+            f"{function}: {mapping.tensor} must have shape {list(mapping.shape)}, got "
+            f"{ordered}{layer} from {source.name}. If the axes are in another order, give their "
+            "permutation in the mapping."
         )
 
 

@@ -1,8 +1,9 @@
-"""Tensors of GGUF files by the names of Hugging Face checkpoints, and the formats of their blocks.
+"""Tensors of GGUF files under their Hugging Face names, and decoders for their formats.
 
-Most types have blocks of 32 or 256 values with their scales. The byte order is little-endian, and
-``d`` and ``m`` are float16. ``u`` is an unsigned value of 4, 5 or 6 bits, and ``sc`` and ``mn`` are
-scales and minima of groups of 16 or 32 values:
+Tensors of most types consist of blocks of 32 or 256 values, which also contain the scales. The
+table lists the bytes of a block and the formula of a weight. ``d`` and ``m`` are float16, and all
+numbers are little-endian. ``u`` is an unsigned value of 4, 5 or 6 bits, ``q`` is an int8 value, and
+``sc`` and ``mn`` are scales and minima of groups of 16 or 32 values:
 
     Q8_0   d, 32 x int8                                          q * d
     Q4_0   d, 16 bytes                                           (u - 8) * d
@@ -14,8 +15,8 @@ scales and minima of groups of 16 or 32 values:
     Q6_K   128 bytes, 64 bytes, 16 x int8 sc, d                  (u - 32) * (d * sc)
     MXFP4  e, 16 bytes                                           e2m1[u] * 2 ** (e - 127)
 
-In 16 bytes, the low bits of byte i are value i of a block, and the high bits are value i + 16, as
-in `weight_formats`.
+Where a block has 16 bytes, the low 4 bits of byte i belong to value i of the block, and the high 4
+bits to value i + 16, as in `weight_formats`.
 """
 
 import dataclasses
@@ -47,7 +48,7 @@ FORMATS: Mapping[str, WeightFormat] = {
     "Q4_K": WeightFormat("uint4", 32, "float32", "float32"),
     "Q5_K": WeightFormat("int8", 32, "float32", "float32"),
     "Q6_K": WeightFormat("int8", 16, "float32"),
-    # Powers of two are exact in bfloat16.
+    # The scales of MXFP4 are powers of two, which bfloat16 represents exactly.
     "MXFP4": WeightFormat("e2m1", 32, "bfloat16"),
 }
 """Format of each supported type of GGUF."""
@@ -59,7 +60,8 @@ _MODEL = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": HEAD,
 }
-# Names of a layer, without ``blk.N.`` and ``model.layers.N.``, and without the suffix.
+# For each tensor of a layer, its name in GGUF and in Hugging Face checkpoints, without the prefixes
+# ``blk.N.`` and ``model.layers.N.`` and without ``.weight`` or ``.bias``.
 _LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -74,7 +76,7 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
-    # One tensor for all experts. The * stands for the number of an expert.
+    # In GGUF, one tensor holds all experts. The * stands for the number of an expert.
     "ffn_gate_exps": "mlp.experts.*.gate_proj",
     "ffn_up_exps": "mlp.experts.*.up_proj",
     "ffn_down_exps": "mlp.experts.*.down_proj",
@@ -84,7 +86,7 @@ _GEMMA = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-# Names that differ from `_LAYER`, by the `model_type` of the config.
+# Names that replace entries of `_LAYER`, by the `model_type` of the config.
 _OTHER: Mapping[str, Mapping[str, str]] = {
     "mixtral": {
         "ffn_gate_inp": "block_sparse_moe.gate",
@@ -100,23 +102,23 @@ _OTHER: Mapping[str, Mapping[str, str]] = {
         "ffn_gate_inp": "mlp.router",
     },
 }
-# Names of the attention sinks in GGUF and in Hugging Face. The tables above cannot contain them,
-# because their suffixes differ.
+# Names of the attention sinks in GGUF and in Hugging Face checkpoints. They are not in the tables
+# above, because their suffixes differ.
 _SINKS = "attn_sinks.weight", "self_attn.sinks"
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)(?:\.(\d+))?\.(weight|bias)")
-# In these models, llama.cpp reorders the rows of queries and keys.
+# Families in whose GGUF files llama.cpp has reordered the rows of the query and key projections.
 _REORDERED = ("llama", "mixtral")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GgufTensor(QuantisedTensor):
-    """A tensor of a GGUF file, or the part of it at one index of its first dimension.
+    """A tensor of a GGUF file, or its part at one index of the first dimension.
 
     Attributes:
-      row_bytes: bytes of a row; of the whole tensor if it has one dimension.
-      num_rotated_heads: number of heads if the rows of each head are in the order of llama.cpp's
-        rotation, see `_file_rows`; otherwise 0.
-      is_one_added: whether the file stores the values plus 1.
+      row_bytes: number of bytes of a row. A tensor with one dimension is a single row.
+      num_rotated_heads: number of heads, if llama.cpp has reordered the rows of each head for its
+        rotary embedding, see `_file_rows`; 0 otherwise.
+      is_one_added: whether 1 was added to the values in the file (norm weights of Gemma).
     """
 
     row_bytes: int
@@ -127,26 +129,26 @@ class GgufTensor(QuantisedTensor):
     def of(
         cls, entry: TensorEntry, *, num_rotated_heads: int = 0, is_one_added: bool = False
     ) -> "GgufTensor":
-        """Return the tensor of an entry of a file.
+        """Create the tensor described by an entry of a file's header.
 
         Raises:
           WeightsError: the type is not supported.
         """
         if entry.type not in FORMATS:
             raise WeightsError(
-                f"{entry.path}: tensor {entry.name} has the type {entry.type}, which is not "
-                f"supported, only {', '.join(FORMATS)}."
+                f"{entry.path}: the type of tensor {entry.name} must be one of "
+                f"{', '.join(FORMATS)}, got {entry.type}."
             )
         num_rows = math.prod(entry.shape[:-1])
         if entry.type not in _FLOATS and len(entry.shape) == 1:
             raise WeightsError(
-                f"{entry.path}: tensor {entry.name} has one dimension and must be floating point, "
-                f"got {entry.type}."
+                f"{entry.path}: tensor {entry.name} has one dimension, so its type must be F32, "
+                f"F16 or BF16, got {entry.type}."
             )
         if num_rotated_heads and entry.shape[0] % (2 * num_rotated_heads):
             raise WeightsError(
                 f"{entry.path}: tensor {entry.name} must have an even number of rows for each of "
-                f"{num_rotated_heads} heads, got shape {list(entry.shape)}."
+                f"its {num_rotated_heads} heads, got shape {list(entry.shape)}."
             )
         return cls(
             entry.path,
@@ -161,7 +163,7 @@ class GgufTensor(QuantisedTensor):
 
     @property
     def format(self) -> WeightFormat:
-        """Format of the arrays that `read_arrays` returns."""
+        """Format of the arrays that `read_arrays` returns, given by the type of the tensor."""
         return FORMATS[self.dtype]
 
     def part(self, index: int) -> "GgufTensor":
@@ -175,7 +177,7 @@ class GgufTensor(QuantisedTensor):
         )
 
     def read_arrays(self, rows: slice) -> WeightArrays:
-        """Read rows of a matrix, see `StoredTensor.read_arrays`."""
+        """Read rows of a matrix in its `format`, see `StoredTensor.read_arrays`."""
         if self.dtype in _FLOATS:
             return WeightArrays(self.read((rows,), jnp.dtype(self.format.code)))
         data = self._read_file_rows(rows)
@@ -185,7 +187,9 @@ class GgufTensor(QuantisedTensor):
             arrays = read(data.reshape(len(data), num_blocks, self.row_bytes // num_blocks))
         values, *scales = (x.reshape(len(data), math.prod(x.shape[1:])) for x in arrays)
         if not all(map(is_finite, scales)):
-            raise WeightsError(f"load_weights: {self.name} has a scale that is not finite.")
+            raise WeightsError(
+                f"load_weights: the scales of {self.name} must be finite, got infinity or NaN."
+            )
         return WeightArrays(values, *scales)
 
     def _read(self, index: tuple[slice, ...]) -> np.ndarray:
@@ -202,18 +206,19 @@ class GgufTensor(QuantisedTensor):
         return values[(slice(None), *columns)]
 
     def _read_file_rows(self, rows: slice) -> np.ndarray:
-        """Return the bytes of rows, uint8 ``[rows, row_bytes]``."""
+        """Read the bytes of the given rows, uint8 ``[rows, row_bytes]``."""
         places = self._file_rows(rows)
         first = int(places.min())
         data = self._read_bytes(first, int(places.max()) + 1)
         return data[places - first] if self.num_rotated_heads else data
 
     def _file_rows(self, rows: slice) -> np.ndarray:
-        """Return the index in the file of each of the given rows.
+        """Return the index in the file of each of the given rows of the Hugging Face tensor.
 
-        llama.cpp rotates pairs of neighbours: (0, 1), (2, 3). Hugging Face checkpoints rotate pairs
-        at a distance of half a head. So row i of the first half is row 2 i of the head in the file,
-        and row i of the second half is row 2 i + 1.
+        The two differ because llama.cpp rotates pairs of neighbouring elements, (0, 1), (2, 3) and
+        so on. Hugging Face models rotate pairs whose distance is half of the head. So row i of the
+        first half of a head is row 2 i of this head in the file, and row i of the second half is
+        row 2 i + 1.
         """
         places = np.arange(*rows.indices(self.shape[0]))
         if not self.num_rotated_heads:
@@ -224,7 +229,7 @@ class GgufTensor(QuantisedTensor):
         return head * head_dim + 2 * pair + half
 
     def _read_bytes(self, start: int, stop: int) -> np.ndarray:
-        """Return consecutive rows of the file, uint8 ``[stop - start, row_bytes]``."""
+        """Read consecutive rows of the tensor in the file, uint8 ``[stop - start, row_bytes]``."""
         count = (stop - start) * self.row_bytes
         data = read_elements(self, start * self.row_bytes, np.dtype(np.uint8), count)
         return data.reshape(stop - start, self.row_bytes)
@@ -235,19 +240,19 @@ def _as_floats(data: np.ndarray, kind: str) -> np.ndarray:
     return floats.view(jnp.bfloat16) if kind == "BF16" else floats
 
 
-# Each function `_read_*` decodes the blocks of one format. It takes uint8 ``[rows, blocks,
-# block_bytes]``, and returns the values and scales of `WeightArrays`. The first dimension of each
-# result is `rows`.
+# Each function `_read_*` decodes the blocks of one type. It takes the bytes of the blocks, uint8
+# ``[rows, blocks, block_bytes]``, and returns the values, scales and possibly minima of
+# `WeightArrays`. The first dimension of each result is `rows`.
 _Arrays = tuple[np.ndarray, ...]
 
 
 def _half(blocks: np.ndarray, place: int) -> np.ndarray:
-    """Return the float16 number at byte `place` of each block."""
+    """Return the float16 number that begins at byte `place` of each block."""
     return np.ascontiguousarray(blocks[..., place : place + 2]).view("<f2")
 
 
 def _nibbles(data: np.ndarray) -> np.ndarray:
-    """Return low and high bits of bytes ``[..., n]``, uint8 ``[..., 2, n]``."""
+    """Split bytes ``[..., n]`` into their low and high 4 bits, uint8 ``[..., 2, n]``."""
     return np.stack([data & 15, data >> 4], axis=-2)
 
 
@@ -264,7 +269,7 @@ def _read_q4_1(blocks: np.ndarray) -> _Arrays:
 
 
 def _fifth_bits(words: np.ndarray) -> np.ndarray:
-    """Return the bits of 4 bytes of each block as the fifth bits of 32 values."""
+    """Expand the 32 bits in 4 bytes of each block to the values 0 or 16, ``[..., 2, 16]``."""
     bits = np.unpackbits(words, axis=-1, bitorder="little")
     return bits.reshape(*words.shape[:-1], 2, 16) << 4
 
@@ -280,11 +285,12 @@ def _read_q5_1(blocks: np.ndarray) -> _Arrays:
 
 
 def _read_k_scales(blocks: np.ndarray) -> _Arrays:
-    """Return scales and minima of the 8 groups of each block of Q4_K and Q5_K.
+    """Decode the scales and minima of the 8 groups in each block of Q4_K or Q5_K.
 
-    The first four groups have 6 bits each in the bytes 0 to 3 (scales) and 4 to 7 (minima). The
-    others have their lower 4 bits in the bytes 8 to 11, and their upper 2 bits in the upper bits of
-    the bytes 0 to 7.
+    They are stored in 12 bytes as numbers of 6 bits. The scales of the first four groups are the
+    lower 6 bits of the bytes 0 to 3, and their minima are the lower 6 bits of the bytes 4 to 7. For
+    the other groups, the lower 4 bits are in the bytes 8 to 11 (scale, then minimum), and the upper
+    2 bits are the upper bits of the bytes 0 to 7.
     """
     scales, mins, rest = (blocks[..., 4 + i : 8 + i] for i in (0, 4, 8))
     scales = np.concatenate([scales & 63, rest & 15 | scales >> 6 << 4], axis=-1)
@@ -294,7 +300,8 @@ def _read_k_scales(blocks: np.ndarray) -> _Arrays:
 
 
 def _read_q4_k(blocks: np.ndarray) -> _Arrays:
-    # In the file, 32 bytes hold two groups. Packed values hold one group in 16 bytes.
+    # In the file, the two groups in 32 bytes are the low and high bits of the same bytes. `pack`
+    # puts each group into 16 bytes of its own.
     values = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 32))
     return pack(values), *_read_k_scales(blocks)
 
@@ -307,7 +314,8 @@ def _read_q5_k(blocks: np.ndarray) -> _Arrays:
 
 
 def _read_q6_k(blocks: np.ndarray) -> _Arrays:
-    # Each half of a block has 64 bytes of low bits and 32 bytes of high bits for 4 x 32 values.
+    # Each half of a block consists of 4 x 32 values. Their low 4 bits are in 64 bytes, and their
+    # high 2 bits in 32 bytes.
     lead = blocks.shape[:-1]
     low = _nibbles(blocks[..., :128].reshape(*lead, 2, 64)).reshape(*lead, 2, 4, 32)
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
@@ -324,7 +332,7 @@ def _read_mxfp4(blocks: np.ndarray) -> _Arrays:
     return blocks[..., 1:], scales.astype(jnp.bfloat16)
 
 
-# Values per block, and reader of blocks.
+# For each quantised type, the number of values in a block, and the function that decodes blocks.
 _READERS: Mapping[str, tuple[int, Callable[[np.ndarray], _Arrays]]] = {
     "Q8_0": (32, _read_q8_0),
     "Q4_0": (32, _read_q4_0),
@@ -339,12 +347,12 @@ _READERS: Mapping[str, tuple[int, Callable[[np.ndarray], _Arrays]]] = {
 
 
 def find_gguf_tensors(file: GgufFile, config: LlamaConfig) -> dict[str, GgufTensor]:
-    """Return the tensors of a model by their standard names, see `tensor_map`.
+    """Return the tensors of a GGUF file by their Hugging Face names, see `tensor_map`.
 
-    A tensor without a standard name keeps its name.
+    A tensor that has no Hugging Face name keeps its name.
 
     Raises:
-      WeightsError: the type of a tensor is not supported, or two tensors have the same name.
+      WeightsError: the type of a tensor is not supported, or two tensors get the same name.
     """
     tensors: dict[str, GgufTensor] = {}
     for entry in file.tensors.values():
@@ -353,14 +361,15 @@ def find_gguf_tensors(file: GgufFile, config: LlamaConfig) -> dict[str, GgufTens
         for name, tensor in _name(entry, config):
             if name in tensors:
                 raise WeightsError(
-                    f"{entry.path}: {tensors[name].name} and {tensor.name} must not both be {name}."
+                    f"{entry.path}: only one tensor must correspond to {name}, got "
+                    f"{tensors[name].name} and {tensor.name}."
                 )
             tensors[name] = tensor
     return tensors
 
 
 def _name(entry: TensorEntry, config: LlamaConfig) -> Iterator[tuple[str, GgufTensor]]:
-    """Yield the standard name of a tensor, or of each expert in it."""
+    """Yield the Hugging Face name of a tensor and the tensor; for experts, once per expert."""
     match = _LAYER_NAME.fullmatch(entry.name)
     names = {**_LAYER, **_OTHER.get(config.model_type, {})}
     is_norm = entry.name.endswith("norm.weight")

@@ -1,4 +1,4 @@
-"""Load and save the weights of a model as a Hugging Face folder of safetensors."""
+"""Loading and saving of a model's weights as a Hugging Face folder with safetensors files."""
 
 import dataclasses
 import itertools
@@ -70,23 +70,25 @@ def load_weights(
     formats: MatrixFormats | None = None,
     show_progress: bool | None = None,
 ) -> Model:
-    """Load a model from a folder with ``model.safetensors``, whole or in shards, or from GGUF.
+    """Load a model from a folder with safetensors files, or from a GGUF file.
 
-    Each device reads only its part of each parameter from the files. Apart from the weights
-    themselves, the host needs memory for a single parameter.
+    For each device, only its part of each parameter is read from the files. In addition to the
+    loaded weights, the host needs memory for one parameter only.
 
     Args:
       model_class: class of the model, such as `Llama`.
-      folder: folder of the safetensors, or a GGUF file.
-      config: configuration of the model. If it ties the head to the embeddings but the files
-        contain a different head, the model is loaded untied, with a warning.
-      dtype: one of `DTYPES`; ``"auto"`` is ``config.dtype``. Matrices that the files store in a
-        quantised format keep it with ``"auto"`` and float dtypes.
+      folder: folder that contains the safetensors files, or path of a GGUF file.
+      config: configuration of the model. If it ties the output head to the embeddings, but the
+        files contain a different head, the model is loaded with an untied head, and a warning is
+        issued.
+      dtype: one of `DTYPES`, or ``"auto"`` for ``config.dtype``. With ``"auto"`` or a float dtype,
+        matrices that the files store in a quantised format keep this format.
       scan_layers: whether to stack the layers, see `Llama`.
-      sharding: one sharding for all parameters, or a function of a parameter's name and shape.
-      dequantise: whether to expand quantised matrices of the files to floats.
-      formats: formats of the matrices of the model; None for the formats that `dtype` and the files
-        determine.
+      sharding: placement of the parameters: one sharding for all of them, or a function of a
+        parameter's name and shape; None for the default device.
+      dequantise: whether to convert matrices that the files store in a quantised format to floats.
+      formats: storage format of each matrix of the model; None to derive it from `dtype` and the
+        files.
       show_progress: whether to show a progress bar, see `loading_bar`.
 
     Raises:
@@ -114,10 +116,10 @@ def _build(
     stored: Mapping[str, StoredTensor],
     mappings: Mapping[str, list[TensorMapping]],
 ) -> Model:
-    """Build a model from the tensors of its files.
+    """Read the parameters of a model from the tensors in its files, and build the model.
 
-    `shapes` and `mappings` describe the parameters of a model with separate layers and float
-    matrices.
+    `shapes` and `mappings` have an entry for each parameter of the same model with separate layers
+    and without quantisation.
     """
     config, formats = spec.config, spec.formats
     matrices = {
@@ -150,10 +152,10 @@ def find_formats(
     dequantise: bool = False,
     num_devices: int = 1,
 ) -> MatrixFormats:
-    """Return the formats that the matrices would have after `load_weights`.
+    """Return the formats that `load_weights` would choose for the matrices of a model.
 
-    `num_devices` is the number of devices that compute the model together. Other arguments are
-    those of `load_weights`.
+    `num_devices` is the number of devices over which the model will be divided. The other arguments
+    are as in `load_weights`.
 
     Raises:
       WeightsError: see `load_weights`.
@@ -174,9 +176,9 @@ def _open(
     """Find the tensors of a model in a folder or file, and check their names and shapes.
 
     Returns:
-      The spec of the model with float matrices, untied if the files contain a separate head; the
-      tensors by name; and the mappings of each parameter, for a model with separate layers, to
-      these tensors.
+      A `ModelSpec` of the model without quantised matrices, with an untied head if the files
+      contain a different head; the tensors by name; and for each parameter of the model with
+      separate layers, its mappings to these tensors.
     """
     if is_gguf(folder):
         stored: Mapping[str, StoredTensor] = find_gguf_tensors(GgufFile.open(folder), config)
@@ -201,19 +203,21 @@ def _open(
 
 
 def save_weights(model: PagedModel, folder: str | Path, *, max_file_bytes: int = 5 * 10**9) -> None:
-    """Write a Hugging Face folder (``config.json`` and safetensors), which transformers can load.
+    """Write a model as a folder with ``config.json`` and safetensors files.
 
-    Quantised matrices are written in the formats of compressed-tensors, see `save_quantised`.
+    transformers can load the folder. Quantised matrices are written in the formats of
+    compressed-tensors, see `save_quantised`.
 
     Args:
-      model: a `Llama`, with stacked layers or not.
-      folder: folder to write. It is created if necessary. Old weights in it are removed after the
-        new ones are written.
-      max_file_bytes: maximum bytes per file. Larger models are split into several files.
+      model: a `Llama`, with stacked or separate layers.
+      folder: folder to write. It is created if necessary. Weight files that are already in it are
+        removed after the new files are written.
+      max_file_bytes: maximum size of a file in bytes. The weights of larger models are split into
+        several files.
 
     Raises:
       SaveError: compressed-tensors cannot represent a quantised matrix.
-      ValueError: no family of transformers has this config, see `LlamaConfig.to_dict`.
+      ValueError: transformers cannot represent this config, see `LlamaConfig.to_dict`.
     """
     folder, config = Path(folder), config_dict(model)
     parameters = named_arrays(model)
@@ -232,7 +236,8 @@ def save_weights(model: PagedModel, folder: str | Path, *, max_file_bytes: int =
             map_parameter(model.config, name), lambda mapping: mapping.tensor
         )
     ]
-    # Build each tensor once before the first file is written, to find out whether it can be saved.
+    # Build every tensor once before anything is written, so that an error does not leave an
+    # incomplete folder.
     sizes = [sum(x.nbytes for x in tensors(*item).values()) for item in items]
     floats = {
         mappings[0].tensor.removesuffix(".weight")
@@ -253,8 +258,8 @@ def save_weights(model: PagedModel, folder: str | Path, *, max_file_bytes: int =
         }
         weight_map |= dict.fromkeys(written, file)
         partial = folder / (file + ".partial")
-        # The file is renamed when it is complete, so that an interrupted save leaves no incomplete
-        # file behind.
+        # Write to a temporary name, and rename the file when it is complete. So an interrupted save
+        # leaves no incomplete file.
         save_file(written, partial, metadata={"format": "pt"})  # required by transformers
         # safetensors creates files that only their owner can read. Give them the usual mode of new
         # files.
@@ -272,9 +277,10 @@ def save_weights(model: PagedModel, folder: str | Path, *, max_file_bytes: int =
 
 
 def untie_if_different(config: LlamaConfig, stored: Mapping[str, StoredTensor]) -> LlamaConfig:
-    """Return the config, untied if the files contain a head that differs from the embeddings.
+    """Return the config, with an untied head if the files contain a different head.
 
-    transformers does the same: a tensor in the file is never dropped because of the config.
+    The head is compared with the embeddings. transformers does the same: it never ignores a tensor
+    in the files because of the config.
     """
     if not config.tie_word_embeddings or HEAD not in stored or EMBEDDINGS not in stored:
         return config
@@ -319,7 +325,8 @@ def _check_tensors(
     ]
     if left_over:
         raise WeightsError(
-            f"load_weights: {_enumerate(left_over)} left over: the config has no place for it."
+            f"load_weights: {_enumerate(left_over)} in the files, but not part of a model with "
+            "this config."
         )
     for tensor, mapping in expected.items():
         if stored[tensor].shape != mapping.shape:
@@ -329,15 +336,16 @@ def _check_tensors(
             )
         if not stored[tensor].is_floating:
             raise WeightsError(
-                f"load_weights: {tensor} must be floating point and not quantised, "
-                f"got {stored[tensor].dtype}."
+                f"load_weights: {tensor} must have a floating-point dtype, got "
+                f"{stored[tensor].dtype}."
             )
 
 
 def _is_redundant(name: str, tensor: StoredTensor, config: LlamaConfig) -> bool:
-    # Old versions of AutoGPTQ stored a bias of zeros for each matrix. Older transformers stored the
-    # rotary frequencies. Some tools store a tied head: if the config still says that the head is
-    # tied, it equals the embeddings, because `untie_if_different` changes the config otherwise.
+    # These tensors can be ignored. Old versions of AutoGPTQ stored a bias of zeros for each matrix.
+    # Old versions of transformers stored the rotary frequencies. Some tools store the output head
+    # although it is tied. Such a head equals the embeddings here, because otherwise
+    # `untie_if_different` would have untied it.
     if name.endswith(".bias") and tensor.is_floating:
         return not tensor.read((), np.dtype(np.float32)).any()
     return name.endswith(_ROTARY_BUFFERS) or (config.tie_word_embeddings and name == HEAD)
@@ -349,19 +357,26 @@ def _enumerate(tensors: list[str]) -> str:
 
 
 def _to_tensor(parameter: jax.Array, mappings: list[TensorMapping]) -> np.ndarray:
-    """Return a tensor in the shape of Hugging Face; on CPU a view of the parameter if possible."""
+    """Return the Hugging Face tensor that a parameter contains.
+
+    If the parameter is on the CPU, the result is a view of it if possible.
+    """
     rows = [
         mapping.to_rows(np.asarray(parameter)[mapping.box])
         for mapping in sorted(mappings, key=lambda mapping: mapping.first_row)
     ]
-    # safetensors writes raw memory, so transposed arrays must be copied.
+    # safetensors writes the memory of an array as it is, so transposed views must be copied.
     return np.ascontiguousarray(rows[0]) if len(rows) == 1 else np.concatenate(rows)
 
 
 def _split_into_files(
     items: list[tuple[str, list[TensorMapping]]], sizes: list[int], max_bytes: int
 ) -> list[list[tuple[str, list[TensorMapping]]]]:
-    """Distribute tensors over files. Each tensor is its parameter's name and its mappings."""
+    """Divide tensors over files of at most `max_bytes`, or of one tensor.
+
+    Each tensor is described by the name of its parameter and its mappings. `sizes` are the sizes of
+    the tensors in bytes.
+    """
     files: list[list[tuple[str, list[TensorMapping]]]] = [[]]
     total = 0
     for item, size in zip(items, sizes, strict=True):

@@ -1,8 +1,8 @@
-"""Load and save Orbax checkpoints of a model: ``config.json`` and the arrays in ``weights/``.
+"""Loading and saving of Orbax checkpoints of a model.
 
-``formats.json`` has the formats of the matrices if they are quantised. The arrays have the layout
-of the saved model: stacked layers or separate layers. A checkpoint of either layout can be loaded
-into either layout.
+A checkpoint is a folder with ``config.json`` and the arrays in ``weights/``. If matrices are
+quantised, ``formats.json`` contains their formats. The arrays are stored as in the saved model,
+with stacked or with separate layers. A checkpoint can be loaded into a model of the other layout.
 """
 
 import dataclasses
@@ -44,11 +44,11 @@ from paged_jax.models.quantise import change_format
 from paged_jax.monitoring import loading_bar
 
 _WEIGHTS, _FORMATS = "weights", "formats.json"
-# Bytes that are restored at a time. Each part costs milliseconds.
+# Number of bytes that are restored in one call. Each call takes some milliseconds in addition.
 _PART_BYTES = 1 << 28
 
 Shape = tuple[int, ...]
-# Arrays to restore, by name: shape, dtype and placement.
+# Shape, dtype and placement of each array to restore, by name.
 Targets = Mapping[str, jax.ShapeDtypeStruct]
 
 
@@ -58,19 +58,22 @@ def is_checkpoint(folder: str | Path) -> bool:
 
 
 def save_checkpoint(model: Any, path: str | Path) -> None:
-    """Write an Orbax checkpoint. Each device writes its part of the weights.
+    """Write a model as an Orbax checkpoint. Each device writes its part of the weights.
 
     Args:
       model: a `Llama`.
       path: folder to write. It is created if necessary.
 
     Raises:
-      FileExistsError: the folder already holds a checkpoint. It is never replaced, because a save
-        that fails half-way would leave neither the old nor the new checkpoint.
+      FileExistsError: the folder already holds a checkpoint. A checkpoint is never overwritten,
+        because an interrupted save would destroy the old one without completing the new one.
     """
     path = Path(path).resolve()
     if is_checkpoint(path):
-        raise FileExistsError(f"save_checkpoint: path must not hold a checkpoint, got {path}.")
+        raise FileExistsError(
+            f"save_checkpoint: path must not contain a checkpoint already, got {path}. Use another "
+            "path."
+        )
     config, formats = config_dict(model), model.formats
     path.mkdir(parents=True, exist_ok=True)
     ocp.save(str(path / _WEIGHTS), named_arrays(model))
@@ -91,17 +94,17 @@ def load_checkpoint(
     formats: MatrixFormats | None = None,
     show_progress: bool | None = None,
 ) -> Model:
-    """Load a checkpoint of `save_checkpoint`, each parameter directly to its devices.
+    """Load a checkpoint written by `save_checkpoint`, directly to the devices.
 
-    Converting between stacked and separate layers needs additional memory for a single parameter,
-    such as ``qkv_proj``, of all layers.
+    If layers must be stacked or separated, this needs additional memory for one parameter (such as
+    ``qkv_proj``) of all layers.
 
-    For the arguments, see `load_weights`. `path` is the folder of a checkpoint. With
+    `path` is the folder of the checkpoint. For the other arguments, see `load_weights`. With
     ``dtype="auto"``, weights have the dtype of the checkpoint. Matrices that are quantised in the
-    checkpoint keep their format, unless `dtype` quantises them again or `dequantise` is set.
+    checkpoint keep their format, unless `dtype` is a quantised format or `dequantise` is True.
 
     Raises:
-      WeightsError: the arrays are damaged, or do not fit the config.
+      WeightsError: the checkpoint is damaged, or its arrays do not fit the config.
     """
     path = Path(path).resolve()
     stored, own = _stored_shapes(path), _read_formats(path, config)
@@ -114,8 +117,9 @@ def load_checkpoint(
     if formats is None:
         formats = find_saved_formats(path, config, dtype=dtype, dequantise=dequantise)
     spec = ModelSpec(model_class, config, floats, scan_layers, sharding, formats)
-    # Matrices that change their format are restored as they were saved, and then converted. If the
-    # conversion changes which matrices can be stacked, layers are separate until it is done.
+    # Matrices whose format changes are first restored in the saved format, and then converted. The
+    # conversion may change which matrices can be stacked. In this case, layers are kept separate
+    # until the conversion is done.
     kept = own.with_floats(floats)
     stacks = scan_layers and kept.differing == formats.differing
     changed = dataclasses.replace(spec, scan_layers=stacks)
@@ -144,7 +148,7 @@ def _num_bytes(targets: Targets) -> int:
 def _counted(
     arrays: Iterable[tuple[str, jax.Array]], advance: Callable[[int], None]
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Yield arrays with their names, and report the bytes of each."""
+    """Yield the given names and arrays, and call `advance` with the bytes of each array."""
     for name, array in arrays:
         advance(array.nbytes)
         yield name, array
@@ -153,7 +157,7 @@ def _counted(
 def find_saved_formats(
     path: str | Path, config: LlamaConfig, *, dtype: DTypeLike = "auto", dequantise: bool = False
 ) -> MatrixFormats:
-    """Return the formats that the matrices would have after `load_checkpoint`."""
+    """Return the formats that `load_checkpoint` would choose for the matrices of a checkpoint."""
     dtype = resolve_dtype("load_checkpoint", dtype, config)
     if dtype in DTYPE_FORMATS:
         return MatrixFormats.of_dtype(dtype, config)
@@ -163,7 +167,7 @@ def find_saved_formats(
 
 
 def _read_formats(path: Path, config: LlamaConfig) -> MatrixFormats:
-    """Return the formats of the matrices of a checkpoint."""
+    """Return the formats in which the matrices of a checkpoint are stored."""
     if not (path / _FORMATS).exists():
         return MatrixFormats(WeightFormat(config.dtype))
     try:
@@ -191,7 +195,9 @@ def _stored_shapes(path: Path) -> dict[str, Shape]:
     except (ValueError, OSError) as error:
         raise _damaged(path, error) from None
     if not isinstance(metadata, Mapping):
-        raise WeightsError(f"{path}: the checkpoint is damaged: it lists no arrays.")
+        raise WeightsError(
+            f"{path}: the checkpoint is damaged, because its metadata lists no arrays."
+        )
     return {name: tuple(leaf.shape) for name, leaf in metadata.items()}
 
 
@@ -209,7 +215,7 @@ def _describe(shape: Shape | None) -> str:
 
 
 def _restore(path: Path, stored: Mapping[str, Shape], targets: Targets) -> dict[str, jax.Array]:
-    """Restore some of the stored arrays. The others are not read."""
+    """Restore the arrays in `targets` from a checkpoint, without reading the other arrays."""
     abstract = {name: targets.get(name, ocp.PLACEHOLDER) for name in stored}
     try:
         restored = ocp.load(str(path / _WEIGHTS), abstract)
@@ -221,9 +227,10 @@ def _restore(path: Path, stored: Mapping[str, Shape], targets: Targets) -> dict[
 def _restore_in_parts(
     path: Path, stored: Mapping[str, Shape], targets: Targets
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Restore arrays in parts of about `_PART_BYTES`, so that a progress bar can move.
+    """Restore arrays in several calls of about `_PART_BYTES`, for a progress bar.
 
-    The arrays are in the order of their names: values and scales of a matrix follow each other.
+    The arrays are yielded in the order of their names, so the values and scales of a matrix follow
+    each other.
     """
     part: dict[str, jax.ShapeDtypeStruct] = {}
     for name in sorted(targets):
@@ -241,14 +248,14 @@ def _change_formats(
     target: MatrixFormats,
     targets: Targets,
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Convert the matrices whose format changes: dequantise them, and quantise them again.
+    """Convert the matrices whose format changes, by dequantising and quantising them again.
 
     Args:
-      arrays: names and arrays of all parameters. Few matrices should be incomplete at a time,
-        because their arrays stay in memory until the last of them arrives.
-      source: formats of the arrays.
-      target: formats of the result.
-      targets: shapes, dtypes and placement of the result.
+      arrays: names and arrays of all parameters. The arrays of a matrix should follow each other,
+        because they stay in memory until the matrix is complete.
+      source: formats of the given matrices.
+      target: formats of the resulting matrices.
+      targets: shape, dtype and placement of the resulting arrays.
     """
     parts: dict[str, dict[str, jax.Array]] = {}
     for name, array in arrays:
@@ -291,9 +298,9 @@ def _damaged(path: Path, error: Exception) -> WeightsError:
 def _convert(
     path: Path, stored: Mapping[str, Shape], targets: Targets, num_layers: int
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Restore parameters of layers that were saved in the other layout (stacked or separate).
+    """Restore a checkpoint, converting stacked to separate layers or the reverse.
 
-    To save memory, one kind of parameter, such as ``qkv_proj``, is converted at a time.
+    To save memory, only one parameter (such as ``qkv_proj`` of all layers) is converted at a time.
     """
     outside = {name: target for name, target in targets.items() if name in stored}
     yield from _restore(path, stored, outside).items()
@@ -310,7 +317,7 @@ def _convert(
 
 
 def _join(layers: list[jax.Array], sharding: jax.sharding.Sharding | None) -> jax.Array:
-    """Stack the parameters of all layers."""
+    """Stack a parameter of all layers to one array with the given sharding."""
     return jax.jit(lambda *layers: jnp.stack(layers), out_shardings=sharding)(*layers)
 
 

@@ -1,7 +1,7 @@
-"""Parameters of a model by name, and construction of a model from loaded arrays.
+"""Names, shapes and dtypes of a model's parameters, and construction from loaded arrays.
 
-Loaders receive the model class as an argument. They cannot import `Llama`, because
-`Llama.from_pretrained` imports them.
+The functions that load weights take the model class as an argument. They cannot import `Llama`,
+because `Llama.from_pretrained` imports them.
 """
 
 import dataclasses
@@ -26,19 +26,19 @@ from paged_jax.models.matrices import (
 )
 from paged_jax.models.paged_model import PagedModel
 
-# Dtypes of weights that a user can ask for.
+# Values of the option `dtype`: dtypes and quantised formats of weights.
 DTYPES = ("float32", "bfloat16", "float16", *DTYPE_FORMATS)
 
 Model = TypeVar("Model", bound=nnx.Module)
 
 
 class WeightsError(ValueError):
-    """The files do not contain the weights of this model."""
+    """Error for files that do not contain the weights of the model, or are damaged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec(Generic[Model]):
-    """Description of a model to load: the arguments of its class, and the parameters' placement.
+    """Description of a model to load: the arguments of its class, and its placement.
 
     Attributes:
       model_class: class of the model, or another callable with the arguments of `Llama`.
@@ -46,7 +46,7 @@ class ModelSpec(Generic[Model]):
       dtype: dtype of the weights.
       scan_layers: whether the layers are stacked, see `Llama`.
       sharding: placement of the parameters.
-      formats: formats of the matrices; None for the formats that `dtype` describes.
+      formats: storage format of each matrix; None for the formats that `dtype` implies.
     """
 
     model_class: Callable[..., Model]
@@ -57,14 +57,14 @@ class ModelSpec(Generic[Model]):
     formats: MatrixFormats | None = None
 
     def parameters(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return name, shape and dtype of every parameter. Nothing is allocated."""
+        """Return shape and dtype of every parameter by name, without allocating them."""
         return {
             _name(path): jax.ShapeDtypeStruct(variable.shape, variable.dtype)
             for path, variable in nnx.to_flat_state(nnx.state(self._abstract_model()))
         }
 
     def separate_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every parameter by its name in a model with separate layers."""
+        """Return the shape of every parameter by name, for the same model with separate layers."""
         shapes = {}
         for name, parameter in self.parameters().items():
             if is_stacked(name):
@@ -75,13 +75,14 @@ class ModelSpec(Generic[Model]):
         return shapes
 
     def sharding_of(self, name: str, shape: tuple[int, ...]) -> jax.sharding.Sharding | None:
-        """Return the placement of a parameter; None is the default device."""
+        """Return the sharding of a parameter; None for the default device."""
         return self.sharding(name, shape) if callable(self.sharding) else self.sharding
 
     def build(self, make: Callable[[str, tuple[int, ...], np.dtype], jax.Array]) -> Model:
-        """Build the model with parameters from ``make(name, shape, dtype)``.
+        """Build the model. ``make(name, shape, dtype)`` must return each parameter.
 
-        No initial weights are made. `make` is called for a matrix before its scales.
+        No random initial weights are created. `make` is called for the values of a matrix before
+        its scales.
         """
         config = dataclasses.replace(
             self.config, dtype=float_type(self.dtype, self.config.dtype).name
@@ -108,7 +109,7 @@ def _abstract_model(
     scan_layers: bool,
     formats: MatrixFormats | None,
 ) -> Model:
-    """Return a model without arrays, which the caller must not modify."""
+    """Return a model whose parameters are shapes. It is cached, so it must not be modified."""
     options = {} if formats is None else {"formats": formats}
     with only_shapes():
         return nnx.eval_shape(
@@ -119,13 +120,14 @@ def _abstract_model(
 
 
 def named_arrays(params: Any) -> dict[str, Any]:
-    """Return the arrays of a tree by their dotted paths, such as ``"layers.0.qkv_proj"``.
+    """Return the arrays in a tree by their dotted paths, such as ``"layers.0.qkv_proj"``.
 
     Args:
-      params: an `nnx.Module` (only its `nnx.Param`), an `nnx.State`, or any tree of arrays.
+      params: an `nnx.Module`, an `nnx.State`, or any tree of arrays. Of a module, only variables of
+        type `nnx.Param` are used.
 
     Returns:
-      The leaves of the tree, in the order of `jax.tree.leaves`.
+      The leaves of the tree by path, in the order of `jax.tree.leaves`.
     """
     if isinstance(params, nnx.Module):
         params = nnx.state(params, nnx.Param)
@@ -136,12 +138,12 @@ def named_arrays(params: Any) -> dict[str, Any]:
 
 
 def resolve_dtype(function: str, dtype: DTypeLike | None, config: LlamaConfig) -> str:
-    """Return the name of the dtype of weights that the user asked for, see `DTYPES`.
+    """Convert the option `dtype` to one of the names in `DTYPES`.
 
-    For ``"auto"`` and None, it is ``config.dtype``.
+    ``"auto"`` and None become ``config.dtype``.
 
     Raises:
-      ValueError: `dtype` is not a supported dtype of weights.
+      ValueError: `dtype` is not supported for weights.
     """
     try:
         resolved = name_of(config.dtype if dtype is None or dtype == "auto" else dtype)
@@ -155,7 +157,7 @@ def resolve_dtype(function: str, dtype: DTypeLike | None, config: LlamaConfig) -
 
 
 def config_dict(model: PagedModel) -> dict[str, Any]:
-    """Return the ``config.json`` of a model, with the dtype of its floating-point weights."""
+    """Return the content of ``config.json`` for a model, with its floating-point dtype."""
     return dataclasses.replace(model.config, dtype=model.float_dtype.name).to_dict()
 
 

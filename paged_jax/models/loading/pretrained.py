@@ -1,4 +1,4 @@
-"""Load any model: a Hugging Face folder, an Orbax checkpoint, a GGUF file, or the bundled model."""
+"""Loading of models from Hugging Face folders, Orbax checkpoints and GGUF files."""
 
 import dataclasses
 import math
@@ -44,7 +44,7 @@ from paged_jax.models.model_folder import describe_folder, read_config_json
 from paged_jax.models.quantisation import Quantisation, Scheme
 from paged_jax.models.tensor_parallel import divides_inputs
 
-# Schemes that also quantise embeddings and the output head.
+# Values of `Scheme.reader` with which embeddings and the output head are quantised, too.
 _OF_EMBEDDINGS = ("mlx", "mlx-mxfp4")
 
 
@@ -59,23 +59,26 @@ def from_pretrained(
     formats: MatrixFormats | None = None,
     show_progress: bool | None = None,
 ) -> Model:
-    """Load a model of a class, see `Llama.from_pretrained` and, for `formats`, `load_weights`."""
+    """Load a model of the class `model_class`.
+
+    For the arguments, see `Llama.from_pretrained` and, for `formats`, `load_weights`.
+    """
     folder = bundled_folder() if folder is None else Path(folder).expanduser()
     if not folder.exists():
         raise FileNotFoundError(
-            f"from_pretrained: folder must exist, got {folder}. Nothing is downloaded: fetch it "
-            "first, as with `hf download ORG/NAME --local-dir DIR`."
+            f"from_pretrained: folder must exist, got {folder}. Models are not downloaded. "
+            "Download the model first, for example with `hf download ORG/NAME --local-dir DIR`."
         )
     if not folder.is_dir() and not is_gguf(folder):
         raise NotADirectoryError(
-            f"from_pretrained: folder must be a folder, got the file {folder}."
-            f"{describe_folder(folder)}"
+            "from_pretrained: folder must be a folder or a GGUF file, got the file "
+            f"{folder}.{describe_folder(folder)}"
         )
     config = read_config(folder)
     if scan_layers is None:
         scan_layers = config.can_scan_layers and _is_scanning_faster(config, sharding)
         if scan_layers and _device(config, sharding).platform == "tpu":
-            # XLA for TPUs copies quantised matrices out of the stack in each step.
+            # On TPUs, XLA copies quantised matrices out of a stack in every step.
             options: Any = {"dtype": dtype, "dequantise": dequantise}
             found = formats or read_formats(model_class, folder, config, **options)
             scan_layers = found is None or not found.is_quantised
@@ -94,16 +97,18 @@ def from_pretrained(
 
 
 def read_config(folder: str | Path) -> LlamaConfig:
-    """Read the configuration of a folder: its ``config.json``, completed from its tensors.
+    """Return the configuration of a model in a folder or GGUF file.
 
-    A missing `dtype` is taken from the weights. A head that differs from the embeddings is loaded
-    untied. Without weights in the folder, only ``config.json`` counts.
+    The configuration is read from ``config.json`` and corrected by the weights. If `dtype` is
+    missing, it is the dtype of the weights. If the weights contain an output head that differs from
+    the embeddings, the head is not tied. Without weights in the folder, only ``config.json`` is
+    used.
 
-    The folder is a Hugging Face folder, a checkpoint of `save_checkpoint`, or a GGUF file.
+    `folder` is a Hugging Face folder, a checkpoint written by `save_checkpoint`, or a GGUF file.
 
     Raises:
       FileNotFoundError, UnsupportedConfigError, ValueError: see `LlamaConfig.from_file`.
-      WeightsError: the files contain fewer layers than ``config.json`` has.
+      WeightsError: the weights contain fewer layers than ``config.json`` states.
     """
     folder = Path(folder)
     if is_gguf(folder):
@@ -111,7 +116,7 @@ def read_config(folder: str | Path) -> LlamaConfig:
     content = read_config_json(folder)
     try:
         tensors = list_tensors(folder)
-    except WeightsError:  # `load_weights` reports the reason; `paged_jax.plan` needs no weights
+    except WeightsError:  # `load_weights` will report the reason, and planning needs no weights
         return LlamaConfig.from_dict(content)
     part = text_config(content)
     check_names(tensor.name for tensor in tensors)
@@ -135,16 +140,16 @@ def read_formats(
     dequantise: bool = False,
     num_devices: int = 1,
 ) -> MatrixFormats | None:
-    """Return the formats that the matrices of a model would have after loading.
+    """Return the formats that the matrices of a model will have when it is loaded.
 
-    Only the headers of the files are read, and the input orders of quantised matrices.
+    Only the headers of the files are read, and the input orders of matrices that have one.
 
-    `config` is the result of `read_config`, and `num_devices` the number of devices that compute
-    the model together. For the other arguments, see `Llama.from_pretrained`.
+    `config` is the result of `read_config`. `num_devices` is the number of devices over which the
+    model will be divided. For the other arguments, see `Llama.from_pretrained`.
 
     Returns:
-      The formats. None if the folder has no weights; the matrices then have the formats of `dtype`,
-      unless ``config.json`` describes quantised weights.
+      The formats. None if the folder has no weights and ``config.json`` describes no quantisation.
+      The formats then depend only on `dtype`.
     """
     if is_checkpoint(folder):
         return find_saved_formats(folder, config, dtype=dtype, dequantise=dequantise)
@@ -162,7 +167,7 @@ def read_formats(
 def _plan_formats(
     spec: ModelSpec, quantisation: Quantisation, *, num_devices: int = 1
 ) -> MatrixFormats:
-    """Return the formats that the matrices of a model probably have, from its config alone."""
+    """Estimate the formats of a model's matrices from its quantisation config alone."""
     floats = WeightFormat(name_of(spec.dtype))
     formats = {}
     for name, shape in spec.separate_shapes().items():
@@ -172,7 +177,7 @@ def _plan_formats(
             _scheme_of(quantisation, mapping.tensor.removesuffix(".weight"))
             for mapping in map_parameter(spec.config, name)
         ]
-        # A matrix is expanded if only some of its tensors are quantised.
+        # If only some of a matrix's tensors are quantised, the matrix is loaded as floats.
         scheme = schemes[0] if all(each == schemes[0] for each in schemes) else None
         format: WeightFormat | str = floats
         if scheme is not None:
@@ -186,7 +191,10 @@ def _plan_formats(
 
 
 def _usual_format(scheme: Scheme) -> WeightFormat:
-    """Return the format of a scheme. Assume the usual dtype of scales: configs do not state it."""
+    """Return the format of a scheme, assuming the usual dtype of its scales.
+
+    Quantisation configs do not contain this dtype.
+    """
     reader = READERS[scheme.reader]
     usual = "bfloat16" if scheme.exponent_scales else reader.usual_scale_dtype
     code, scale_dtype = reader.code_of(scheme), reader.scale_dtype or usual
@@ -209,22 +217,22 @@ def _scheme_of(quantisation: Quantisation, module: str) -> Scheme | None:
 
 
 def bundled_folder() -> Path:
-    """Return the folder of the small model that comes with this library."""
+    """Return the folder of the small model that is part of this library."""
     return Path(str(resources.files("paged_jax.models") / "bundled"))
 
 
 def _is_scanning_faster(config: LlamaConfig, sharding: Sharding) -> bool:
-    """Return whether stacked layers are faster than separate layers.
+    """Return whether a model is faster with stacked than with separate layers.
 
-    On CPU and GPU, XLA's operations copy each layer out of the stack, so separate layers are faster
-    there, unless the kernels of this library are used, which read the stack.
+    On CPUs and GPUs, XLA copies each layer's weights out of the stack, so separate layers are
+    faster. An exception are CPUs with the kernels of this library, which read weights in the stack.
     """
     device = _device(config, sharding)
     if device.platform == "tpu":
-        # XLA copies the weights of experts out of a stack for the kernel that reads them. On TPU
+        # For the kernel that reads the weights of experts, XLA copies them out of the stack. On TPU
         # 7x, XLA changes the layout of all stacked weights in each step.
         return not config.num_experts and "7x" not in device.device_kind
-    # The CPU kernels read weights in the stack, except in programs with several devices.
+    # The CPU kernels read weights in the stack, but not in programs that run on several devices.
     return sharding is None and reads_stacked_weights(device.platform)
 
 

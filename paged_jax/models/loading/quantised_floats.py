@@ -1,4 +1,4 @@
-"""Matrices of floats of 4 and 8 bits: fp8, NVFP4, MXFP4, and nf4 and fp4 of bitsandbytes.
+"""Readers of matrices of 8-bit and 4-bit floats: fp8, NVFP4, MXFP4, nf4 and fp4.
 
 format                       bytes                       first value   a scale for
 fp8                          [out, in]                   -             a row, a block, all
@@ -45,11 +45,11 @@ _MAX_STATE_BYTES = 1 << 16
 
 
 class Fp8Matrix(ModuleMatrix):
-    """A float8_e4m3fn matrix with scales for the matrix, for its rows, or for blocks.
+    """Float8_e4m3fn matrix with one scale, with a scale per row, or with a scale per block.
 
-    Values are multiplied by scales, although transformers calls them `weight_scale_inv`. Blocks at
-    the lower and right edge may be cut off: a matrix of 576 rows has 5 rows of scales for blocks of
-    128.
+    A weight is a value times its scale, although transformers calls the scales `weight_scale_inv`.
+    Blocks at the lower and right edge may be smaller. For example, a matrix with 576 rows has 5
+    rows of scales for blocks of 128.
     """
 
     required = (".weight",)
@@ -62,8 +62,8 @@ class Fp8Matrix(ModuleMatrix):
         found = [end for end in self.optional if end in self.parts]
         if len(found) != 1:
             raise WeightsError(
-                f"load_weights: {self.name} must have one of the tensors weight_scale and "
-                f"weight_scale_inv, got {len(found)}."
+                f"load_weights: {self.name} must have exactly one of the tensors weight_scale and "
+                f"weight_scale_inv, got {len(found)} of them."
             )
         return found[0]
 
@@ -71,7 +71,7 @@ class Fp8Matrix(ModuleMatrix):
         num_outputs, shapes = self.shape[0], scale_shapes(self)
         self._check_part(".weight", ("F8_E4M3",), self.shape)
         if self.scheme.block[1] is None:
-            # The configs do not distinguish scales of rows from a single scale.
+            # The configs do not tell whether there is a scale per row or a single scale.
             shapes += [(num_outputs, 1), (num_outputs,)]
         exponents = _EXPONENTS if self.scheme.exponent_scales else _EXPONENTS[:1]
         self._check_part(self._scale, (*FLOATS, *exponents), *shapes)
@@ -84,7 +84,7 @@ class Fp8Matrix(ModuleMatrix):
     def _read_values(self, rows: slice) -> np.ndarray:
         values = super()._read_values(rows)
         if ((values.view(np.uint8) & 0x7F) == 0x7F).any():
-            raise WeightsError(f"load_weights: {self.name} must be finite.")
+            raise WeightsError(f"load_weights: the values of {self.name} must be finite, got NaN.")
         return values
 
     def _read_groups(self, rows: slice) -> GroupScales:
@@ -96,7 +96,10 @@ class Fp8Matrix(ModuleMatrix):
 
 
 class Mxfp4Matrix(ModuleMatrix):
-    """The format ``mxfp4-pack-quantized`` of compressed-tensors: scales are exponents of two."""
+    """Matrix in the format ``mxfp4-pack-quantized`` of compressed-tensors.
+
+    Scales are stored as the exponents of powers of two.
+    """
 
     required = (".weight_packed", ".weight_scale")
     code = "e2m1"
@@ -120,7 +123,7 @@ class Mxfp4Matrix(ModuleMatrix):
 
 
 class MlxMxfp4Matrix(Mxfp4Matrix):
-    """The mode ``mxfp4`` of MLX, which stores values in words of 32 bits."""
+    """Matrix in the mode ``mxfp4`` of MLX, which stores 8 values in a 32-bit word."""
 
     required = (".weight", ".scales")
 
@@ -130,9 +133,9 @@ class MlxMxfp4Matrix(Mxfp4Matrix):
 
 
 class Nvfp4Matrix(Mxfp4Matrix):
-    """The format ``nvfp4-pack-quantized`` of compressed-tensors.
+    """Matrix in the format ``nvfp4-pack-quantized`` of compressed-tensors.
 
-    The scales of groups are divided by a global scale.
+    The scale of a group is its stored scale divided by a global scale.
     """
 
     required = (".weight_packed", ".weight_scale", ".weight_global_scale")
@@ -153,9 +156,9 @@ class Nvfp4Matrix(Mxfp4Matrix):
 
 
 class ModelOptNvfp4Matrix(Nvfp4Matrix):
-    """The NVFP4 format of ModelOpt.
+    """Matrix in the NVFP4 format of ModelOpt.
 
-    The scales of groups are multiplied by a global scale, not divided as in `Nvfp4Matrix`.
+    The scale of a group is its stored scale multiplied by a global scale, unlike in `Nvfp4Matrix`.
     """
 
     required = (".weight", ".weight_scale", ".weight_scale_2")
@@ -163,12 +166,12 @@ class ModelOptNvfp4Matrix(Nvfp4Matrix):
 
 
 class Mxfp4Experts(ModuleMatrix):
-    """Matrices in MXFP4, the format of the experts of gpt-oss, see `expand_mxfp4`.
+    """Matrices of experts in MXFP4, as gpt-oss stores them. See `expand_mxfp4`.
 
     The files have two tensors: uint8 blocks ``[..., out, in / 32, 16]`` and uint8 scales
-    ``[..., out, in / 32]``. `shape` and the floats of `read` are ``[..., in, out]``, as in an
-    unquantised checkpoint of gpt-oss. `read` can slice only the dimensions before the last two.
-    `read_arrays` returns matrices ``[..., out, in]``.
+    ``[..., out, in / 32]``. As in an unquantised checkpoint of gpt-oss, `shape` and the result of
+    `read` are ``[..., in, out]``. `read` cannot slice the last two dimensions. `read_arrays`
+    returns matrices ``[..., out, in]``.
     """
 
     required = ("_blocks", "_scales")
@@ -184,8 +187,8 @@ class Mxfp4Experts(ModuleMatrix):
         scales = self.parts["_scales"].shape
         if len(scales) < 2:
             raise WeightsError(
-                f"load_weights: {self.parts['_scales'].name} must have a scale for each block of "
-                f"each output, got {[*scales]}."
+                f"load_weights: {self.parts['_scales'].name} must have at least two dimensions, "
+                f"[..., outputs, blocks], got shape {[*scales]}."
             )
         self._check_part("_blocks", ("U8",), (*scales, MXFP4_BLOCK_BYTES))
         self._check_part("_scales", ("U8",), scales)
@@ -196,10 +199,12 @@ class Mxfp4Experts(ModuleMatrix):
         return WeightFormat("e2m1", MXFP4_BLOCK, "bfloat16")
 
     def read_arrays(self, rows: slice) -> WeightArrays:
-        """Read matrices ``[..., out, in]``, see `StoredTensor.read_arrays`."""
+        """Read some of the matrices ``[..., out, in]``, see `StoredTensor.read_arrays`."""
         blocks, scales = (self.parts[end].read_raw((rows,)) for end in self.required)
         if (scales == 0xFF).any():
-            raise WeightsError(f"load_weights: {self.parts['_scales'].name} must be finite.")
+            raise WeightsError(
+                f"load_weights: {self.parts['_scales'].name} must be finite, got NaN."
+            )
         pairs = blocks.reshape(*scales.shape[:-1], -1)
         return WeightArrays(pack_pairs(pairs), powers_of_two(scales))
 
@@ -209,11 +214,12 @@ class Mxfp4Experts(ModuleMatrix):
 
 
 class BitsandbytesMatrix(ModuleMatrix):
-    """A matrix in nf4 or fp4 of bitsandbytes.
+    """Matrix in the formats nf4 or fp4 of bitsandbytes.
 
-    Blocks of 64 elements run over the flat matrix. They become groups of inputs, which are smaller
-    if the number of inputs is no multiple of 64. With double quantisation, the scales are 8-bit
-    indices of a table, and have scales and an offset themselves.
+    Each block of 64 consecutive elements of the flattened matrix has a scale. In `WeightArrays`,
+    scales belong to groups of inputs, which must be smaller than the blocks if the number of inputs
+    is not a multiple of 64. With double quantisation, the scales are quantised themselves: they are
+    8-bit indices into a table, with scales per block and an offset.
     """
 
     required = (".weight", ".weight.absmax", ".weight.quant_map")
@@ -236,7 +242,10 @@ class BitsandbytesMatrix(ModuleMatrix):
     def _check(self) -> None:
         size = math.prod(self.shape)
         if size % 2:
-            raise WeightsError(f"load_weights: {self.name} must have an even number of elements.")
+            raise WeightsError(
+                f"load_weights: {self.name} must have an even number of elements, got shape "
+                f"{[*self.shape]}."
+            )
         blocks = math.ceil(size / self._state["blocksize"])
         self._check_part(".weight", ("U8",), (size // 2, 1), (1, size // 2))
         self._check_part(".weight.quant_map", ("F32",), (16,))
@@ -245,8 +254,8 @@ class BitsandbytesMatrix(ModuleMatrix):
         has_nested = {".weight.nested_absmax", ".weight.nested_quant_map"} <= self.parts.keys()
         if has_nested != (nested is not None):
             raise WeightsError(
-                f"load_weights: {self.name} must have nested_absmax and nested_quant_map if "
-                "and only if its quant_state has a nested_blocksize."
+                f"load_weights: {self.name} must have the tensors nested_absmax and "
+                "nested_quant_map if and only if its quant_state contains nested_blocksize."
             )
         if nested is not None:
             self._check_part(".weight.nested_absmax", ("F32",), (math.ceil(blocks / nested),))
@@ -301,16 +310,16 @@ class BitsandbytesMatrix(ModuleMatrix):
 
 
 def _read_state(name: str, parts: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    """Return the JSON object that bitsandbytes stores as bytes, and check its numbers.
+    """Read the ``quant_state`` of a matrix, a JSON object stored as bytes, and check it.
 
     Raises:
-      WeightsError: it is missing or not valid.
+      WeightsError: the object is missing or not valid.
     """
     found = [part for end, part in parts.items() if ".quant_state." in end]
     if len(found) != 1:
         raise WeightsError(
-            f"load_weights: {name} must have one quant_state of {' or '.join(_STATES)}, got "
-            f"{len(found)}."
+            f"load_weights: {name} must have exactly one tensor quant_state (for "
+            f"{' or '.join(_STATES)}), got {len(found)}."
         )
     [stored] = found
     state: Any = None
@@ -320,7 +329,7 @@ def _read_state(name: str, parts: Mapping[str, StoredTensor]) -> dict[str, Any]:
         except (ValueError, RecursionError):
             pass
     if not isinstance(state, dict):
-        raise WeightsError(f"load_weights: {stored.name} must be a JSON object in bytes.")
+        raise WeightsError(f"load_weights: {stored.name} must contain a JSON object, stored as U8.")
     shape, block = state.get("shape"), state.get("blocksize")
     nested, offset = state.get("nested_blocksize", 1), state.get("nested_offset", 0.0)
     sizes = [*shape, block, nested] if isinstance(shape, list) and len(shape) == 2 else [0]
@@ -334,19 +343,19 @@ def _read_state(name: str, parts: Mapping[str, StoredTensor]) -> dict[str, Any]:
 
 
 def expand_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Convert MXFP4 to float32, exactly.
+    """Convert numbers in MXFP4 to float32, without rounding.
 
     See the OCP Microscaling Formats (MX) Specification 1.0, sections 5.2, 5.3.3 and 5.4.1::
 
         byte     s e e m | s e e m     two E2M1 numbers, the first in the low bits
         scale    e e e e e e e e       E8M0: 2 ** (e - 127), or NaN if all bits are set
 
-    A number is its E2M1 value (0, 0.5, 1, 1.5, 2, 3, 4, 6 or the negative) times the scale of its
-    block. All finite results are exact in bfloat16.
+    The result is the E2M1 number (0, 0.5, 1, 1.5, 2, 3, 4, 6 or a negative of them) times the scale
+    of its block of 32 numbers. bfloat16 can represent all finite results exactly.
 
     Args:
-      blocks: uint8 ``[..., num_blocks, 16]``.
-      scales: uint8 ``[..., num_blocks]``.
+      blocks: uint8 ``[..., num_blocks, 16]``, pairs of E2M1 numbers.
+      scales: uint8 ``[..., num_blocks]``, E8M0 scale of each block.
 
     Returns:
       float32 ``[..., 32 * num_blocks]``.

@@ -1,15 +1,16 @@
-"""Matrices of 4-bit and 8-bit integers: compressed-tensors, AWQ, GPTQ, MLX, bitsandbytes.
+"""Readers of matrices of 4-bit and 8-bit integers, in the formats of several tools.
 
-Int8 values are stored one per byte, or in words of 32 bits. The words hold unsigned values, the
-first in the lowest bits. A word holds 8 values of 4 bits::
+Int8 values are stored in one byte each, or packed into 32-bit words. A word contains unsigned
+values, with the first value in the lowest bits. In the case of 4 bits, it contains 8 values::
 
     compressed-tensors, MLX   [out, in / 8]    a word holds 8 inputs of an output
     GPTQ                      [in / 8, out]    a word holds 8 inputs of an output
     AWQ                       [in, out / 8]    a word holds 8 outputs of an input, in another order
 
-A weight is ``(value - zero point) * scale``, or ``value * scale + bias`` in MLX. The first form is
-kept in memory as ``(value - centre) * scale + (centre - zero point) * scale``. Both products are
-exact in float32 for scales of 16 bits, so the sum is the same number.
+A weight is ``(value - zero point) * scale``, or ``value * scale + bias`` in MLX. In memory, the
+first form becomes ``(value - centre) * scale + minimum``, where the minimum is
+``(centre - zero point) * scale`` and the centre is 8 or 128. With 16-bit scales, both products are
+exact in float32, so the sum equals the original weight.
 """
 
 import functools
@@ -34,12 +35,12 @@ from paged_jax.models.loading.quantised_modules import (
 from paged_jax.models.loading.stored_tensors import StoredTensor
 from paged_jax.models.quantisation import Scheme
 
-# Position of each of 8 columns in a word of AWQ.
+# For each of 8 consecutive columns, its position in a word of AWQ.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class Int8Matrix(ModuleMatrix):
-    """An int8 matrix of compressed-tensors with scales for the matrix, its rows, or groups."""
+    """Int8 matrix of compressed-tensors, with one scale, or with scales per row or group."""
 
     required = (".weight", ".weight_scale")
     optional = (".weight_zero_point",)
@@ -67,7 +68,10 @@ class Int8Matrix(ModuleMatrix):
 
 
 class BitsandbytesInt8Matrix(ModuleMatrix):
-    """An int8 matrix of bitsandbytes: element times `SCB` of its row, divided by 127."""
+    """Int8 matrix of bitsandbytes.
+
+    A weight is the stored value times the element of `SCB` for its row, divided by 127.
+    """
 
     required = (".weight", ".SCB")
     optional = (".weight_format",)
@@ -81,31 +85,32 @@ class BitsandbytesInt8Matrix(ModuleMatrix):
             self._check_part(".weight_format", ("U8",), (), (1,))
             if self.parts[".weight_format"].read_raw().any():
                 raise WeightsError(
-                    f"load_weights: {self.parts['.weight_format'].name} must be 0, the layout of "
-                    "rows. Save the model again with a newer bitsandbytes."
+                    f"load_weights: {self.parts['.weight_format'].name} must be 0, which stands "
+                    "for the row layout. Save the model again with a newer version of bitsandbytes."
                 )
 
     def _read_groups(self, rows: slice) -> GroupScales:
         return GroupScales(self.parts[".SCB"].read_raw((rows,))[:, None] / np.float32(127))
 
     def _dequantise(self, rows: slice) -> np.ndarray:
-        # Multiply by SCB, then divide by 127, as bitsandbytes does. A product with SCB / 127 could
-        # differ in the last bit.
+        # bitsandbytes multiplies by SCB, and then divides by 127. Multiplying by SCB / 127 instead
+        # could change the last bit.
         self._finite_groups(rows)
         scales = self.parts[".SCB"].read_raw((rows,))[:, None]
         return self._read_values(rows).astype(np.float32) * scales * np.float32(1 / 127)
 
 
 class IntegerMatrix(ModuleMatrix):
-    """A matrix of unsigned integers with a zero point for each scale."""
+    """Base class of matrices of unsigned integers with a zero point for each scale."""
 
-    # Endings of the zero points and of the group of each input, see `ModuleMatrix.required`.
+    # Name endings of the tensors with the zero points and with the group of each input, see
+    # `ModuleMatrix.required`.
     zeros: ClassVar[str]
     group_of_input: ClassVar[str] = ""
 
     @classmethod
     def code_of(cls, scheme: Scheme) -> str:
-        """Return the code of the stored values, see `ModuleMatrix`."""
+        """Return the code of the stored values, see `WeightFormat`."""
         return "int4" if scheme.bits == 4 else "int8"
 
     @property
@@ -159,8 +164,8 @@ class IntegerMatrix(ModuleMatrix):
     def _dequantise(self, rows: slice) -> np.ndarray:
         if not self._has_zeros:
             return super()._dequantise(rows)
-        # Subtract before multiplying, as the tools do. For float32 scales the order changes the
-        # result.
+        # Subtract the zero points before multiplying, as the tools do. With float32 scales, the
+        # other order gives slightly different results.
         scales = self._finite_groups(rows).scales
         numbers = self._read_unsigned(rows).astype(np.float32)
         grouped = self._layout.by_group(numbers)
@@ -169,10 +174,10 @@ class IntegerMatrix(ModuleMatrix):
 
 
 class CompressedIntegerMatrix(IntegerMatrix):
-    """The format ``pack-quantized`` of compressed-tensors.
+    """Matrix in the format ``pack-quantized`` of compressed-tensors.
 
-    Zero points are packed along the outputs. Old files with act order have `weight_g_idx`, the
-    group of each input.
+    A word of zero points holds the zero points of consecutive outputs. Old files with activation
+    ordering also have the tensor `weight_g_idx`, the group of each input.
     """
 
     required = (".weight_packed", ".weight_scale", ".weight_shape")
@@ -190,8 +195,8 @@ class CompressedIntegerMatrix(IntegerMatrix):
         num_outputs, num_inputs = stored.read_raw().tolist()
         if num_outputs != rows or math.ceil(num_inputs * self.scheme.bits / 32) != words:
             raise WeightsError(
-                f"load_weights: {stored.name} must fit {self.scheme.bits} bits in words [{rows}, "
-                f"{words}], got {[num_outputs, num_inputs]}."
+                f"load_weights: {stored.name} must describe a matrix whose {self.scheme.bits}-bit "
+                f"values fill words of shape [{rows}, {words}], got {[num_outputs, num_inputs]}."
             )
         return num_outputs, num_inputs
 
@@ -220,7 +225,8 @@ class CompressedIntegerMatrix(IntegerMatrix):
         part = self.parts[".weight_zero_point"]
         if part.dtype == "I8":
             return part.read_raw((rows,)).astype(np.int32)
-        # Words hold the zero points of consecutive rows.
+        # A word holds the zero points of several consecutive rows, so read all words that overlap
+        # the rows.
         start, stop, _ = rows.indices(self.shape[0])
         first = start // self._per_word
         words = part.read_raw((slice(first, math.ceil(stop / self._per_word)),))
@@ -230,7 +236,7 @@ class CompressedIntegerMatrix(IntegerMatrix):
 
 
 class TransposedMatrix(IntegerMatrix):
-    """Integers, zero points and scales with the outputs as the last dimension."""
+    """Base class of matrices stored with the outputs as the last dimension (AWQ and GPTQ)."""
 
     required = (".qweight", ".qzeros", ".scales")
     scales = ".scales"
@@ -242,7 +248,7 @@ class TransposedMatrix(IntegerMatrix):
 
 
 class AwqMatrix(TransposedMatrix):
-    """The format ``gemm`` of AutoAWQ: outputs are packed in the order `_AWQ_ORDER`."""
+    """Matrix in the format ``gemm`` of AutoAWQ, in which a word holds 8 outputs of an input."""
 
     def _find_shape(self) -> tuple[int, int]:
         num_inputs, words = matrix_shape(self.parts[".qweight"])
@@ -276,12 +282,13 @@ class AwqMatrix(TransposedMatrix):
 
 
 class GptqMatrix(TransposedMatrix):
-    """The formats ``gptq`` and ``gptq_v2``. `g_idx` has the group of each input.
+    """Matrix in the formats ``gptq`` (version 1) and ``gptq_v2``.
 
-    Stored zero points are 1 smaller in version 1 (`Scheme.zero_offset`). There, the largest stored
-    value stands for the zero point 0: tools subtract 1 from zero points of 0 to 15 and keep 4 bits.
-    Symmetric matrices have the zero point 8, or 128 with 8 bits. A checkpoint of version 1 that
-    stores it everywhere was written by a tool for version 2, and is read as version 2.
+    The tensor `g_idx` holds the group of each input. In version 1, stored zero points are 1 less
+    than the actual zero points (`Scheme.zero_offset`), modulo 16 for 4 bits. So the zero point 0 is
+    stored as 15. Symmetric matrices have the zero point 8, or 128 with 8 bits. If a checkpoint
+    claims to be version 1, but stores 8 (or 128) everywhere, a tool has written it in version 2. It
+    is then read as version 2.
     """
 
     optional = (".g_idx",)
@@ -296,8 +303,8 @@ class GptqMatrix(TransposedMatrix):
         groups = math.ceil(num_inputs / self._group_size)
         if num_outputs % self._per_word:
             raise WeightsError(
-                f"load_weights: the outputs of {self.name} must be a multiple of {self._per_word}, "
-                f"got {num_outputs}."
+                f"load_weights: the number of outputs of {self.name} must be a multiple of "
+                f"{self._per_word}, got {num_outputs}."
             )
         self._check_part(".qweight", ("I32",), (num_inputs // self._per_word, num_outputs))
         self._check_part(".qzeros", ("I32",), (groups, num_outputs // self._per_word))
@@ -339,7 +346,7 @@ class GptqMatrix(TransposedMatrix):
 
 
 class MlxMatrix(IntegerMatrix):
-    """The mode ``affine`` of MLX: ``value * scale + bias``."""
+    """Matrix in the mode ``affine`` of MLX, whose weights are ``value * scale + bias``."""
 
     required = (".weight", ".scales", ".biases")
     scales = ".scales"
@@ -356,7 +363,7 @@ class MlxMatrix(IntegerMatrix):
 
     @classmethod
     def code_of(cls, scheme: Scheme) -> str:
-        """Return the code of the stored values, see `ModuleMatrix`."""
+        """Return the code of the stored values, see `WeightFormat`."""
         return "uint4" if scheme.bits == 4 else "int8"
 
     @property
@@ -378,15 +385,15 @@ class MlxMatrix(IntegerMatrix):
 
 
 def read_group_index(part: StoredTensor, num_groups: int) -> np.ndarray:
-    """Read the group of each input, and check that the groups exist.
+    """Read the tensor with the group of each input, and check the group numbers.
 
     Raises:
-      WeightsError: a group does not exist.
+      WeightsError: a group number is negative or not less than `num_groups`.
     """
     index = part.read_raw()
     if index.size and not 0 <= index.min() <= index.max() < num_groups:
         raise WeightsError(
-            f"load_weights: {part.name} must be in the range from 0 to {num_groups - 1}, got "
+            f"load_weights: the group numbers in {part.name} must be in 0..{num_groups - 1}, got "
             f"{index.min()} to {index.max()}."
         )
     return index

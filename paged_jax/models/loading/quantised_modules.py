@@ -1,7 +1,7 @@
-"""Base class of readers of quantised matrices that are stored as several tensors.
+"""Base class for reading quantised matrices that are stored as several tensors.
 
-A reader returns the values of some rows as the file stores them, and the scales and minima of their
-groups of inputs. This module converts them to the form of `WeightArrays`::
+A subclass reads the values of some rows as the file stores them, and the scales and minima for
+groups of their inputs. The base class converts them to `WeightArrays`::
 
     in the file                           in `WeightArrays`
     values of columns, in any order       columns sorted by group, 4-bit values packed again
@@ -30,7 +30,8 @@ from paged_jax.models.loading.stored_tensors import QuantisedTensor, StoredTenso
 from paged_jax.models.quantisation import Scheme
 
 FLOATS = ("F32", "BF16", "F16")
-# Kernels read groups of at least this number of inputs. Matrices with smaller groups are expanded.
+# Smallest group size that the kernels support. Matrices with smaller groups are converted to
+# floats.
 _MIN_GROUP = 16
 _LOOKED_UP = 1 << 16  # values that `look_up` processes at a time
 # Factors that turn all numbers of a code into integers, by the name of the code. A matrix that
@@ -39,11 +40,11 @@ _INTEGER_FACTORS = {"int4": 1, "uint4": 1, "e2m1": 2}
 
 
 class GroupScales(NamedTuple):
-    """Scales and minima of some rows, by the groups of the file.
+    """Scales and minima of some rows, for the groups of inputs as the file defines them.
 
     Attributes:
       scales: floats ``[rows, groups]``.
-      mins: floats ``[rows, groups]``, or None.
+      mins: floats ``[rows, groups]``; None if the format has no minima.
     """
 
     scales: np.ndarray
@@ -51,13 +52,13 @@ class GroupScales(NamedTuple):
 
 
 class GroupLayout(NamedTuple):
-    """Conversion of the columns and groups of a file to the layout of `WeightArrays`.
+    """Conversion of the input order and groups of a file to those of `WeightArrays`.
 
     Attributes:
-      stored: group of each input in the file.
-      order: input of each column of the result, or None for the order of the file.
-      group_size: inputs per group of the result.
-      groups: index in the file of each group of the result.
+      stored: for each input, the index of its group in the file.
+      order: for each column of the result, the index of the input; None for the order of the file.
+      group_size: number of inputs per group of the result.
+      groups: for each group of the result, the index of the group in the file.
     """
 
     stored: np.ndarray
@@ -67,7 +68,10 @@ class GroupLayout(NamedTuple):
 
     @classmethod
     def of(cls, stored: np.ndarray) -> "GroupLayout":
-        """Return the layout with the largest groups, given the file's group of each input."""
+        """Return the layout with the largest possible groups.
+
+        `stored` is the group of each input in the file.
+        """
         is_sorted = bool((np.diff(stored) >= 0).all())
         order = None if is_sorted else np.argsort(stored, kind="stable").astype(np.int32)
         kept = stored if order is None else stored[order]
@@ -76,16 +80,19 @@ class GroupLayout(NamedTuple):
         return cls(stored, order, size, kept[::size])
 
     def by_group(self, values: np.ndarray) -> np.ndarray:
-        """Return values ``[rows, in]`` as ``[rows, groups, size]``; a view if no order is set."""
+        """Group the columns of values ``[rows, in]`` as a view ``[rows, groups, group_size]``.
+
+        If the inputs are reordered, return the values unchanged.
+        """
         return (
             values if self.order is not None else values.reshape(len(values), -1, self.group_size)
         )
 
     def spread(self, groups: np.ndarray) -> np.ndarray:
-        """Return float32 numbers, one per group in the file, for operations with `by_group`.
+        """Convert numbers of the file's groups to float32 that broadcasts with `by_group`.
 
         Args:
-          groups: ``[rows, groups]`` in the order of the file.
+          groups: ``[rows, groups]``, one number for each group in the file.
 
         Returns:
           An array whose shape broadcasts with the result of `by_group`.
@@ -94,9 +101,9 @@ class GroupLayout(NamedTuple):
         return groups[:, self.groups, None] if self.order is None else groups[:, self.stored]
 
     def multiply(self, numbers: np.ndarray, groups: "GroupScales") -> np.ndarray:
-        """Multiply float32 numbers ``[rows, in]`` by the scales of their groups; add minima.
+        """Multiply float32 numbers ``[rows, in]`` by their groups' scales, and add the minima.
 
-        The result overwrites `numbers`.
+        The result overwrites `numbers`, and is returned.
         """
         grouped = self.by_group(numbers)
         grouped *= self.spread(groups.scales)
@@ -107,27 +114,27 @@ class GroupLayout(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModuleMatrix(QuantisedTensor):
-    """A quantised matrix ``[out, in]`` that is stored as several tensors of a module.
+    """Quantised matrix ``[out, in]`` that is stored as several tensors of a module.
 
     Attributes:
-      parts: the tensors by suffix: the end of their name, after the name of the module.
+      parts: the tensors, by the part of their name that follows the name of the module.
       scheme: format of the matrix in the quantisation config.
     """
 
     parts: Mapping[str, StoredTensor]
     scheme: Scheme
 
-    # Tensors are named after the module plus one of the endings in `required` and `optional`. The
-    # first has the values, and `scales` is the ending of the scales. The matrix is named after the
-    # module plus `result`.
+    # A subclass lists the name endings of the tensors that a module must have (`required`) and may
+    # have (`optional`). The first required tensor holds the values, and `scales` is the ending of
+    # the scales. The name of the matrix is the name of the module plus `result`.
     required: ClassVar[tuple[str, ...]]
     optional: ClassVar[tuple[str, ...]] = ()
     scales: ClassVar[str] = ".weight_scale"
     result: ClassVar[str] = ".weight"
     # Code of the stored values, see `WeightFormat`.
     code: ClassVar[str]
-    # Dtype of the scales that `_read_groups` returns; None for their dtype in the file, which is
-    # `usual_scale_dtype` in most files.
+    # Dtype of the scales that `_read_groups` returns. None means the dtype in the file, which is
+    # usually `usual_scale_dtype`.
     scale_dtype: ClassVar[str | None] = None
     usual_scale_dtype: ClassVar[str] = "bfloat16"
 
@@ -135,22 +142,24 @@ class ModuleMatrix(QuantisedTensor):
     def combine(
         cls, module: str, parts: Mapping[str, StoredTensor], scheme: Scheme
     ) -> "QuantisedTensor":
-        """Return one tensor for the tensors of a module.
+        """Combine the tensors of a module to one quantised matrix.
 
         Raises:
-          WeightsError: a tensor is missing, unexpected, or does not fit the others.
+          WeightsError: a tensor is missing, does not belong to this format, or does not fit the
+            others.
         """
         name = module + cls.result
         for end in cls.required:
             if end not in parts:
                 raise WeightsError(
-                    f"load_weights: {module + end} is missing, but {scheme.reader} requires it."
+                    f"load_weights: {module + end} is missing, but the format {scheme.reader} "
+                    "requires it."
                 )
         for end in parts:
             if end not in cls.required + cls.optional:
                 raise WeightsError(
-                    f"load_weights: {parts[end].name} does not belong to {scheme.reader}, the "
-                    "format in the quantisation config."
+                    f"load_weights: {parts[end].name} is not a tensor of the format "
+                    f"{scheme.reader}, which the quantisation config states."
                 )
         first = parts[cls.required[0]]
         matrix = cls(first.path, name, (), scheme.reader, parts, scheme)
@@ -160,15 +169,15 @@ class ModuleMatrix(QuantisedTensor):
 
     @classmethod
     def code_of(cls, scheme: Scheme) -> str:
-        """Return the code of the stored values of matrices with a scheme."""
+        """Return the code of the values in matrices with this scheme, see `WeightFormat`."""
         return cls.code
 
     def _find_shape(self) -> tuple[int, ...]:
-        """Return ``(out, in)``. By default it is the shape of the stored values."""
+        """Return the shape of the matrix; by default it is the shape of the stored values."""
         return matrix_shape(self.parts[self.required[0]])
 
     def _check(self) -> None:
-        """Check that dtypes and shapes of the tensors fit together."""
+        """Check the dtypes and shapes of the tensors."""
         raise NotImplementedError
 
     @property
@@ -177,7 +186,7 @@ class ModuleMatrix(QuantisedTensor):
 
     @property
     def _group_size(self) -> int:
-        """Inputs per group in the file. The last group may have fewer."""
+        """Number of inputs per group in the file, except the last group, which may be smaller."""
         return self.scheme.block[1] or self.shape[1]
 
     @property
@@ -190,25 +199,26 @@ class ModuleMatrix(QuantisedTensor):
         return None
 
     def _read_values(self, rows: slice) -> np.ndarray:
-        """Read stored values ``[rows, in]`` of 8 bits, or of 4 bits with one value per byte."""
+        """Read the values of rows, ``[rows, in]``, one per byte also if they have 4 bits."""
         pairs = self._read_pairs(rows)
         if pairs is None:
             return self.parts[self.required[0]].read_raw((rows,))
         return low_nibbles_first(pairs)
 
     def _read_pairs(self, rows: slice) -> np.ndarray | None:
-        """Read 4-bit values as pairs, uint8 ``[rows, in / 2]``, the first in the low bits.
+        """Read the 4-bit values of rows as pairs in bytes, uint8 ``[rows, in / 2]``.
 
-        Returns None if the values of neighbouring inputs do not share a byte.
+        The first value of a pair is in the low bits. The result is None if the file does not store
+        the values of neighbouring inputs in the same byte.
         """
         return None
 
     def _read_groups(self, rows: slice) -> GroupScales:
-        """Read the scales and minima of the file's groups for some rows."""
+        """Read the scales and minima of rows, for the groups as the file defines them."""
         raise NotImplementedError
 
     def _group_index(self) -> np.ndarray:
-        """Return the file's group of each input. By default groups are consecutive inputs."""
+        """Return the group of each input in the file; by default a group is consecutive inputs."""
         return np.arange(self.shape[1]) // self._group_size
 
     @functools.cached_property
@@ -217,7 +227,7 @@ class ModuleMatrix(QuantisedTensor):
 
     @functools.cached_property
     def format(self) -> WeightFormat:
-        """Format of the result of `read_arrays`: plain floats if no quantised format fits."""
+        """Format of the arrays that `read_arrays` returns; floats if no quantised format fits."""
         layout, num_inputs = self._layout, self.shape[1]
         code, scale_dtype = self._code, self._scale_dtype
         if code in CODES and num_inputs % PACKED_INPUTS:
@@ -233,7 +243,7 @@ class ModuleMatrix(QuantisedTensor):
         return WeightFormat(code, size, scale_dtype, self._min_dtype, layout.order is not None)
 
     def read_arrays(self, rows: slice) -> WeightArrays:
-        """Read rows, see `StoredTensor.read_arrays`."""
+        """Read rows in the matrix's `format`, see `StoredTensor.read_arrays`."""
         format, layout = self.format, self._layout
         if not format.is_quantised:
             return WeightArrays(self._dequantise(rows))
@@ -259,7 +269,9 @@ class ModuleMatrix(QuantisedTensor):
             groups = self._read_groups(rows)
         for array in groups:
             if array is not None and not is_finite(array):
-                raise WeightsError(f"load_weights: the scales of {self.name} must be finite.")
+                raise WeightsError(
+                    f"load_weights: the scales of {self.name} must be finite, got infinity or NaN."
+                )
         return groups
 
     def _dequantise(self, rows: slice) -> np.ndarray:
@@ -272,7 +284,7 @@ class ModuleMatrix(QuantisedTensor):
         return self._layout.multiply(numbers, groups)
 
     def _check_part(self, end: str, dtypes: Iterable[str], *shapes: tuple[Any, ...]) -> None:
-        """Check that the tensor with this end has one of the dtypes and shapes."""
+        """Check that the tensor with the name ending `end` has one of the dtypes and shapes."""
         part, dtypes = self.parts[end], (*dtypes,)
         if part.dtype not in dtypes or part.shape not in shapes:
             wanted = " or ".join(str([*shape]) for shape in dict.fromkeys(shapes))
@@ -282,18 +294,18 @@ class ModuleMatrix(QuantisedTensor):
             )
 
     def _check_groups(self) -> int:
-        """Return the number of groups, which must divide the inputs evenly."""
+        """Return the number of groups, after checking that all groups have the same size."""
         num_inputs, size = self.shape[1], self._group_size
         if num_inputs % size:
             raise WeightsError(
-                f"load_weights: the group size of {self.name} must divide its {num_inputs} inputs, "
-                f"got {size}."
+                f"load_weights: the group size of {self.name} must divide its number of inputs, "
+                f"{num_inputs}, got {size}."
             )
         return num_inputs // size
 
 
 def scale_shapes(matrix: ModuleMatrix) -> list[tuple[int, ...]]:
-    """Return the shapes that scales of a matrix, of its rows, or of its blocks may have."""
+    """Return the possible shapes of the scales of a matrix, given the blocks of its scheme."""
     (num_outputs, num_inputs), (rows, columns) = matrix.shape, matrix.scheme.block
     if rows is None:
         return [(), (1,), (1, 1)]
@@ -303,29 +315,33 @@ def scale_shapes(matrix: ModuleMatrix) -> list[tuple[int, ...]]:
 def check_zero_points(
     matrix: ModuleMatrix, dtypes: Iterable[str], *shapes: tuple[int, ...]
 ) -> None:
-    """Check the zero points of compressed-tensors."""
+    """Check dtype and shape of the zero points of a matrix of compressed-tensors."""
     if ".weight_zero_point" in matrix.parts:
         matrix._check_part(".weight_zero_point", dtypes, *shapes)
     elif matrix.scheme.has_zero_points:
-        raise WeightsError(f"load_weights: {matrix.name} must have a weight_zero_point.")
+        raise WeightsError(
+            f"load_weights: {matrix.name} must have a tensor weight_zero_point, because its "
+            "quantisation is not symmetric."
+        )
 
 
 def float_dtype(tensor: StoredTensor) -> str:
-    """Return the dtype of scales that are stored as floats."""
+    """Return the name of a stored tensor's floating-point dtype, such as ``"bfloat16"``."""
     return {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}[tensor.dtype]
 
 
 def matrix_shape(tensor: StoredTensor) -> tuple[int, int]:
-    """Return the shape of a tensor that must have two dimensions."""
+    """Return the shape of a tensor, after checking that it has two dimensions."""
     if len(tensor.shape) != 2 or 0 in tensor.shape:
         raise WeightsError(
-            f"load_weights: {tensor.name} must have two dimensions, got {[*tensor.shape]}."
+            f"load_weights: {tensor.name} must have two dimensions that are not 0, got shape "
+            f"{[*tensor.shape]}."
         )
     return tensor.shape[0], tensor.shape[1]
 
 
 def powers_of_two(exponents: np.ndarray) -> np.ndarray:
-    """Return scales of 8 bits in E8M0, which are powers of two, in bfloat16; 255 becomes NaN."""
+    """Convert E8M0 scales (8-bit exponents of powers of two) to bfloat16; 255 becomes NaN."""
     exponents = exponents.view(np.uint8)
     factors = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
     factors[exponents == 255] = np.nan
@@ -333,7 +349,10 @@ def powers_of_two(exponents: np.ndarray) -> np.ndarray:
 
 
 def look_up(table: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return ``table[values]``, computed in parts, because NumPy widens the indices to int64."""
+    """Return ``table[values]``, computed a part at a time to save memory.
+
+    NumPy would convert all indices to int64.
+    """
     out = np.empty(values.shape, table.dtype)
     flat, indices = out.reshape(-1), values.reshape(-1)
     for start in range(0, flat.size, _LOOKED_UP):
@@ -343,7 +362,7 @@ def look_up(table: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def low_nibbles_first(packed: np.ndarray) -> np.ndarray:
-    """Return the 4-bit values of bytes ``[..., n]``, uint8 ``[..., 2 * n]``, low bits first."""
+    """Split bytes ``[..., n]`` into 4-bit values, low bits first: uint8 ``[..., 2 * n]``."""
     values = np.empty((*packed.shape, 2), np.uint8)
     np.bitwise_and(packed, 15, out=values[..., 0])
     np.right_shift(packed, 4, out=values[..., 1])
@@ -351,7 +370,9 @@ def low_nibbles_first(packed: np.ndarray) -> np.ndarray:
 
 
 def pack_pairs(pairs: np.ndarray) -> np.ndarray:
-    """Convert 4-bit values from pairs of neighbours to the order of `weight_formats.pack`.
+    """Convert bytes with pairs of neighbouring 4-bit values to the order of `pack`.
+
+    See `weight_formats.pack`, which puts the values i and i + 16 into one byte.
 
     Example:
       >>> pack_pairs(np.array([0x10, *range(1, 16)], np.uint8))[:3].tolist()
@@ -366,7 +387,7 @@ def pack_pairs(pairs: np.ndarray) -> np.ndarray:
 
 
 def unpack_words(words: np.ndarray, bits: int) -> np.ndarray:
-    """Return the values of words of 32 bits, the lowest bits first, uint8 ``[..., n * 32 / bits]``.
+    """Split words ``[..., n]`` into values, lowest bits first: uint8 ``[..., n * 32 / bits]``.
 
     Example:
       >>> unpack_words(np.array([0x76543210], np.int32), 4).tolist()
@@ -382,10 +403,10 @@ def scales_of_rows(
     """Return the scales ``[rows, groups]`` of some rows.
 
     Args:
-      values: the scales of all rows: a single scale, one scale per row, or ``[blocks, groups]``.
+      values: scales of the matrix: a single scale, one scale per row, or ``[blocks, groups]``.
       num_outputs: number of rows of the matrix.
-      block_rows: rows that share scales; None for all.
-      rows: the rows.
+      block_rows: number of consecutive rows that share scales; None if all rows do.
+      rows: slice of the rows.
     """
     index = np.arange(*rows.indices(num_outputs))
     if values.size == 1:

@@ -1,8 +1,8 @@
-"""Safetensors files of a model folder: list their tensors and explain what is wrong with them.
+"""Safetensors files of a model folder: list their tensors, and explain errors in them.
 
-Several tensors may form a quantised matrix. To add a format, write a subclass of `ModuleMatrix` and
-add it to `READERS`. The config reader of the format in `models.quantisation` must return a `Scheme`
-that names the reader.
+Several tensors may form a quantised matrix. To support another quantised format, write a subclass
+of `ModuleMatrix` and add it to `READERS`. In addition, `models.quantisation` must convert the
+quantisation config of the format to a `Scheme` with the name of this reader.
 """
 
 import json
@@ -42,9 +42,9 @@ from paged_jax.models.quantisation import Quantisation, Scheme, read_quantisatio
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-# Suffixes of pickled weights. Unpickling can run code, so they are never read.
+# Suffixes of files with pickled weights. They are never read, because unpickling can run code.
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-# Wrappers around a model, by the part that they add to tensor names.
+# Wrappers of PyTorch models, by the part that they add to the names of tensors.
 _WRAPPERS = {
     "_orig_mod.": "torch.compile",
     "pretrained_model.": "a TRL model with a value head",
@@ -61,7 +61,7 @@ _FUSED_EXPERTS = re.compile(
     r"\.(experts\.(gate_up|down)_proj|block_sparse_moe\.\w+_linear\.weight)$"
 )
 
-# Readers by the name in `Scheme.reader`.
+# Classes that read quantised matrices, by the name in `Scheme.reader`.
 READERS: Mapping[str, type[ModuleMatrix]] = {
     "fp8": Fp8Matrix,
     "int8": Int8Matrix,
@@ -78,10 +78,10 @@ READERS: Mapping[str, type[ModuleMatrix]] = {
     "mlx-mxfp4": MlxMxfp4Matrix,
 }
 _WEIGHT = ".weight"
-# Ends of the names of tensors that only quantised modules have.
+# Name endings of tensors that only quantised modules have.
 _ENDS = {end for reader in READERS.values() for end in reader.required + reader.optional}
 _ENDS -= {_WEIGHT}
-# Scales of activations. Matmuls use unquantised activations.
+# Name endings of scales for activations. They are ignored, because activations are not quantised.
 _ACTIVATIONS = (
     ".input_scale", ".activation_scale", ".input_global_scale", ".input_zero_point",
     ".input_scale_ub", ".output_scale",
@@ -94,22 +94,22 @@ _END = re.compile(
 
 
 def find_tensors(folder: Path, config: LlamaConfig) -> dict[str, StoredTensor]:
-    """Return the tensors of a folder that belong to the model, by their standard names."""
+    """Return the tensors in a folder that belong to the model, by their Hugging Face names."""
     return name_tensors(list_tensors(folder), config, find_quantisation(folder, config))
 
 
 def find_quantisation(folder: Path, config: LlamaConfig) -> Quantisation | None:
-    """Return the quantisation of the weights in a folder; None if they are floats."""
+    """Read the quantisation config of a folder; None if weights are not quantised."""
     family = FAMILIES.get(config.model_type)
     has_mxfp4 = family is not None and family.is_mxfp4
     return read_quantisation(folder, has_mxfp4=has_mxfp4)
 
 
 def list_tensors(folder: Path) -> list[StoredTensor]:
-    """Return all tensors of a folder in the order of its files. Only headers are read.
+    """Return all tensors in a folder, in the order of the files, by reading only headers.
 
     Raises:
-      WeightsError: the folder has no safetensors, or a file is damaged.
+      WeightsError: the folder has no safetensors files, or a file is damaged.
     """
     tensors: list[StoredTensor] = []
     weight_map = _weight_map(folder)
@@ -125,17 +125,17 @@ def list_tensors(folder: Path) -> list[StoredTensor]:
                     )
         except (SafetensorError, OSError) as error:
             reason = _explain_damage(folder / path) or f"not a whole safetensors file ({error})"
-            raise WeightsError(f"{folder / path}: {reason}. Fetch it again.") from None
+            raise WeightsError(f"{folder / path}: {reason}. Download the file again.") from None
     return tensors
 
 
 def name_tensors(
     tensors: Iterable[StoredTensor], config: LlamaConfig, quantisation: Quantisation | None
 ) -> dict[str, StoredTensor]:
-    """Return the tensors that belong to the model, by their standard names.
+    """Select the tensors that belong to the model, by their names in `tensor_map`.
 
     Raises:
-      WeightsError: two tensors have the same name, or the tensors of a quantised matrix do not fit
+      WeightsError: two tensors get the same name, or the tensors of a quantised matrix do not fit
         together.
     """
     named: dict[str, StoredTensor] = {}
@@ -144,8 +144,8 @@ def name_tensors(
         tensors = combine_quantised(tensors, quantisation)
     elif quantised := [each.name for each in tensors if is_quantised_name(each.name)]:
         raise WeightsError(
-            f"load_weights: {quantised[0]} belongs to quantised weights, but config.json has no "
-            "quantization_config for them. Use the config.json of the same checkpoint."
+            f"load_weights: {quantised[0]} belongs to a quantised matrix, but config.json has no "
+            "quantization_config. Use the config.json of the same checkpoint."
         )
     for tensor in tensors:
         name = standard_name(config, tensor.name)
@@ -160,9 +160,10 @@ def name_tensors(
 
 
 def _join_convolutions(named: dict[str, StoredTensor], config: LlamaConfig) -> None:
-    """Join the parts of fused convolutions that have other sizes than queries, keys and values.
+    """Join a mixer's convolution tensors if they do not match queries, keys and values.
 
-    transformers divides a fused convolution into equal parts when it saves a model.
+    When transformers saves a model, it splits a fused convolution into three tensors of equal size.
+    These tensors have other sizes than the queries, keys and values.
     """
     for layer, layer_config in enumerate(config.layer_configs):
         if layer_config.mixer is None:
@@ -184,32 +185,35 @@ def _join_convolutions(named: dict[str, StoredTensor], config: LlamaConfig) -> N
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Check that no tensor belongs to a wrapped model or to an adapter.
+    """Check that no tensor belongs to a wrapper around the model or to a LoRA adapter.
 
     Raises:
-      WeightsError: a tensor belongs to one. The message names the cause and says what to do.
+      WeightsError: a tensor belongs to a wrapper or adapter. The message names it and says what to
+        do.
     """
     for name in names:
         if _ADAPTERS.search(name):
             raise WeightsError(
-                f"load_weights: {name} belongs to a LoRA adapter that is not merged. Merge it into "
-                "its base model (peft: merge_and_unload), and save the result."
+                f"load_weights: {name} belongs to a LoRA adapter, which cannot be loaded. Merge "
+                "the adapter into its base model (peft: merge_and_unload), and save the result."
             )
         for part, wrapper in _WRAPPERS.items():
             if name.startswith(part) or f".{part}" in name and part.startswith("_"):
                 raise WeightsError(
-                    f"load_weights: {name} was saved from a model inside of {wrapper}. Save the "
-                    f"inner model, or remove {part!r} from the names of all tensors."
+                    f"load_weights: {name} was saved from a model that is wrapped by {wrapper}. "
+                    f"Save the inner model, or remove {part!r} from the names of all tensors."
                 )
 
 
 def check_counts(
     shapes: Mapping[str, tuple[int, ...]], num_layers: int, num_experts: int = 0
 ) -> None:
-    """Check that the files contain all layers and experts, before memory is allocated for them.
+    """Check that the files contain all layers and experts of the config.
+
+    This check is done before memory is allocated, because numbers in the config may be wrong.
 
     Raises:
-      WeightsError: the config has more layers or experts than the files.
+      WeightsError: the config states more layers or experts than the files contain.
     """
     layers = [int(match[1]) + 1 for match in map(_LAYER.search, shapes) if match]
     _check_count("num_hidden_layers", num_layers, layers)
@@ -222,15 +226,15 @@ def _check_count(key: str, wanted: int, found: list[int]) -> None:
     if max(found, default=0) < wanted:
         raise WeightsError(
             f"load_weights: {key} must be at most {max(found, default=0)}, the number in the "
-            f"files, got {wanted}. Fetch the missing files, or correct config.json."
+            f"weight files, got {wanted}. Download the missing files, or correct config.json."
         )
 
 
 def _offsets(path: Path) -> dict[str, int]:
-    """Return the position of each tensor in a valid safetensors file.
+    """Return the byte position of each tensor in a valid safetensors file.
 
-    The safetensors library does not return the positions, and cannot read 8-bit floats as NumPy
-    arrays.
+    This module reads tensors itself, because the safetensors library cannot read 8-bit floats as
+    NumPy arrays. The library does not return the positions.
     """
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -240,7 +244,7 @@ def _offsets(path: Path) -> dict[str, int]:
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
-    """Return the file of each tensor from the index, or None if there is a single file."""
+    """Read from the index which file contains each tensor; None if there is only one file."""
     if not folder.is_dir():
         raise WeightsError(f"{folder}: no such folder.")
     if (folder / SINGLE_FILE).is_file():
@@ -248,18 +252,24 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     index = folder / INDEX_FILE
     if not index.is_file():
         raise WeightsError(
-            f"{folder}: there is neither {SINGLE_FILE} nor {INDEX_FILE}{_explain_missing(folder)}"
+            f"{folder}: the folder contains neither {SINGLE_FILE} nor "
+            f"{INDEX_FILE}{_explain_missing(folder)}"
         )
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise WeightsError(f"{index}: weight_map must map tensors to files.")
+        raise WeightsError(
+            f"{index}: weight_map must be an object that maps tensor names to file names."
+        )
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file:
             raise WeightsError(
-                f"{index}: files must lie in the folder itself, got {file!r} for {tensor!r}."
+                f"{index}: file names in weight_map must not contain a folder, got {file!r} for "
+                f"{tensor!r}."
             )
         if not (folder / file).is_file():
-            raise WeightsError(f"{folder}: {file}, which {INDEX_FILE} names, is missing.")
+            raise WeightsError(
+                f"{folder}: the file {file} is missing, although {INDEX_FILE} lists it."
+            )
     return weight_map
 
 
@@ -270,7 +280,7 @@ def _explain_duplicate(name: str, first: StoredTensor, second: StoredTensor) -> 
 
 
 def _explain_damage(path: Path) -> str:
-    """Return a description of a file that is not safetensors, or an empty string."""
+    """Describe a file that is not in safetensors format; an empty string if it is unknown."""
     try:
         with path.open("rb") as file:
             head = file.read(64).lstrip()
@@ -282,7 +292,7 @@ def _explain_damage(path: Path) -> str:
 
 
 def _explain_missing(folder: Path) -> str:
-    """Return the end of the error about missing weights, which describes the folder."""
+    """Return the second part of the error for missing weights, which describes the folder."""
     if text := describe_folder(folder):
         return f".{text}"
     pickled = sorted(path.name for path in folder.glob("*.*") if path.suffix in _PICKLED)
@@ -292,7 +302,7 @@ def _explain_missing(folder: Path) -> str:
 
 
 def is_quantised_name(name: str) -> bool:
-    """Return whether only a quantised module has a tensor of this name."""
+    """Return whether only quantised modules have tensors with such a name."""
     found = _END.search(name)
     return found is not None and found[0] != _WEIGHT
 
@@ -300,10 +310,11 @@ def is_quantised_name(name: str) -> bool:
 def combine_quantised(
     tensors: Iterable[StoredTensor], quantisation: Quantisation
 ) -> list[StoredTensor]:
-    """Return the tensors, with the tensors of each quantised matrix combined into one.
+    """Combine the tensors of each quantised matrix into one, and keep all other tensors.
 
     Raises:
-      WeightsError: the tensors do not fit together, or differ from the quantisation.
+      WeightsError: the tensors of a matrix do not fit together, or contradict the quantisation
+        config.
     """
     tensors = _without_kv_scales(tensors, quantisation)
     modules: dict[str, dict[str, StoredTensor]] = {}
@@ -326,8 +337,8 @@ def combine_quantised(
         combined[matrix.name] = matrix
     if not count and any(scheme for _, scheme in quantisation.schemes):
         raise WeightsError(
-            f"load_weights: {quantisation.source} describes quantised weights, but no tensor is "
-            "quantised. Remove the entry to load the weights as they are."
+            f"load_weights: {quantisation.source} describes quantised weights, but no tensor in "
+            "the files is quantised. Remove the entry to load the weights as floats."
         )
     return [*combined.values()]
 
@@ -338,13 +349,13 @@ def _scheme_of(
     name = next(part.name for end, part in parts.items() if end != _WEIGHT or len(parts) == 1)
     if (entry := quantisation.ignoring(module)) is not None:
         raise WeightsError(
-            f"load_weights: {name} belongs to a quantised module, but {entry!r} in "
-            f"{quantisation.source} says that {module} is not quantised."
+            f"load_weights: {name} belongs to a quantised module, but the entry {entry!r} of "
+            f"{quantisation.source} excludes {module} from quantisation."
         )
     if (scheme := quantisation.scheme_of(module)) is None:
         raise WeightsError(
-            f"load_weights: {name} belongs to a quantised module, but {quantisation.source} does "
-            f"not describe {module}."
+            f"load_weights: {name} belongs to a quantised module, but no entry of "
+            f"{quantisation.source} applies to {module}."
         )
     return scheme
 

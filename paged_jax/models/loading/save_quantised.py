@@ -1,4 +1,4 @@
-"""Conversion of quantised matrices to the formats of compressed-tensors, with their config.
+"""Conversion of quantised matrices to tensors and config of compressed-tensors.
 
     format of the matrix            tensors, by the ends of their names
     int4, uint4, int8               pack-quantized: weight_packed i32 [out, in * bits / 32],
@@ -10,10 +10,10 @@
     e2m1 in groups of 16            nvfp4-pack-quantized: weight_packed, weight_scale fp8, and
                                     weight_global_scale, by which it is divided
 
-The values and scales of the model are written unchanged. Minima are written as zero points, so each
-must be an integer multiple of its scale. Other formats cannot be written. Embeddings and the output
-head are written as floats, because vLLM cannot read them quantised. The experts of gpt-oss are
-written in the layout of its own checkpoints.
+Values and scales are written unchanged. Minima are written as zero points, so each minimum must be
+an integer multiple of its scale. Formats that are not in the table cannot be written. Embeddings
+and the output head are written as floats, because vLLM cannot read them in a quantised format. The
+experts of gpt-oss are written as in the original checkpoints of gpt-oss.
 """
 
 import dataclasses
@@ -42,12 +42,12 @@ class SaveError(ValueError):
 
 
 class QuantisedModule(NamedTuple):
-    """A quantised module, as it is written to a file.
+    """Tensors and description of a quantised module that is written to a file.
 
     Attributes:
-      tensors: its tensors by the ends of their names.
+      tensors: its tensors, by the part of their name after the name of the module.
       kind: name of the format in compressed-tensors.
-      weights: description of the weights in the config.
+      weights: entry `weights` of the quantisation config.
     """
 
     tensors: dict[str, np.ndarray]
@@ -56,28 +56,30 @@ class QuantisedModule(NamedTuple):
 
 
 def check_can_save(formats: MatrixFormats) -> None:
-    """Check that compressed-tensors has the formats of a model, apart from the values of minima.
+    """Check that compressed-tensors supports the formats of a model's matrices.
+
+    The values of minima are not checked, although some of them cannot be written.
 
     Raises:
-      SaveError: compressed-tensors lacks one of the formats. The message names it and says what to
-        do.
+      SaveError: a format is not supported. The message names it and says what to do.
     """
     for format in (formats.default, *(each for _, each in formats.others)):
         if not format.is_quantised:
             continue
         if format.has_order:
             raise SaveError(
-                "save_weights: compressed-tensors does not support an order of inputs, got "
-                f"{format.code} with one. {_ADVICE}"
+                "save_weights: compressed-tensors does not support matrices with reordered inputs, "
+                f"got {format.code} with an order. {_ADVICE}"
             )
         if format.code in ("nf4", "fp4"):
             raise SaveError(
-                f"save_weights: compressed-tensors does not support {format.code}. {_ADVICE}"
+                f"save_weights: compressed-tensors does not support the format {format.code}. "
+                f"{_ADVICE}"
             )
 
 
 def quantised_module(name: str, arrays: WeightArrays, format: WeightFormat) -> QuantisedModule:
-    """Return the tensors of a matrix ``[out, in]``.
+    """Convert the arrays of a matrix ``[out, in]`` to the tensors of compressed-tensors.
 
     Raises:
       SaveError: compressed-tensors cannot represent the matrix.
@@ -87,8 +89,8 @@ def quantised_module(name: str, arrays: WeightArrays, format: WeightFormat) -> Q
             return module
     size = "" if format.group_size is None else f" in groups of {format.group_size}"
     raise SaveError(
-        f"save_weights: compressed-tensors cannot hold {name}, which is {format.code}{size}. "
-        f"{_ADVICE}"
+        f"save_weights: compressed-tensors cannot represent {name}, which has the format "
+        f"{format.code}{size}. {_ADVICE}"
     )
 
 
@@ -96,7 +98,7 @@ def quantisation_config(modules: Mapping[str, QuantisedModule], floats: Iterable
     """Return the entry ``quantization_config`` of ``config.json``.
 
     Args:
-      modules: the quantised modules by name. Only `kind` and `weights` are read.
+      modules: quantised modules by name. Only their `kind` and `weights` are used.
       floats: names of the modules that are not quantised.
     """
     schemes: list[tuple[str, dict[str, Any], list[str]]] = []
@@ -143,7 +145,7 @@ def _integers(name: str, arrays: WeightArrays, format: WeightFormat) -> Quantise
     if format.code not in ("int4", "uint4", "int8"):
         return None
     bits = 8 if format.code == "int8" else 4
-    # Values are stored unsigned: the signed value plus 2 ** (bits - 1).
+    # The file contains unsigned values, which are the signed values plus 2 ** (bits - 1).
     unsigned = unpack(arrays.values) if bits == 4 else arrays.values.view(np.uint8) ^ 0x80
     tensors = {
         "weight_packed": _pack_words(unsigned, bits),
@@ -161,7 +163,7 @@ def _integers(name: str, arrays: WeightArrays, format: WeightFormat) -> Quantise
 def _zero_points(
     name: str, arrays: WeightArrays, format: WeightFormat, centre: int
 ) -> np.ndarray | None:
-    """Return the unsigned zero points uint8 ``[out, groups]``; None if all of them are `centre`."""
+    """Return zero points uint8 ``[out, groups]``; None if all of them are `centre`."""
     scales = arrays.scales.astype(np.float32)
     mins = np.zeros_like(scales) if arrays.mins is None else arrays.mins.astype(np.float32)
     code_of_zero = 0 if format.code == "uint4" else centre
@@ -169,14 +171,17 @@ def _zero_points(
     zeros = np.clip(np.rint(code_of_zero - mins / safe), 0, 2 * centre - 1)
     if not np.array_equal((code_of_zero - zeros) * scales, mins):
         raise SaveError(
-            "save_weights: compressed-tensors stores minima as zero points, so the minima of "
-            f"{name} must be integer multiples of their scales. {_ADVICE}"
+            f"save_weights: the minima of {name} must be integer multiples of their scales, "
+            f"because compressed-tensors stores minima as zero points. {_ADVICE}"
         )
     return None if (zeros == centre).all() else zeros.astype(np.uint8)
 
 
 def _pack_words(unsigned: np.ndarray, bits: int) -> np.ndarray:
-    """Pack uint8 ``[rows, n]`` into int32 ``[rows, ceil(n * bits / 32)]``, the low bits first."""
+    """Pack values uint8 ``[rows, n]`` into words int32 ``[rows, ceil(n * bits / 32)]``.
+
+    The first value of a word is in its lowest bits.
+    """
     unsigned = np.pad(unsigned, ((0, 0), (0, -unsigned.shape[1] % (32 // bits))))
     if bits == 4:
         unsigned = unsigned[:, ::2] | unsigned[:, 1::2] << 4
@@ -198,7 +203,7 @@ def _floats(name: str, arrays: WeightArrays, format: WeightFormat) -> QuantisedM
 
 
 def _find_blocks(scales: np.ndarray, group_size: int) -> tuple[int, np.ndarray] | None:
-    """Return the size of square blocks and their scales; None if the scales have no such blocks."""
+    """Find square blocks with one scale each; return their size and scales, or None."""
     num_rows, num_groups = scales.shape
     for size in (_BLOCK, group_size):
         step = max(1, size // group_size)
@@ -243,10 +248,11 @@ def _nvfp4(name: str, arrays: WeightArrays, format: WeightFormat) -> QuantisedMo
 
 
 def _divide_scales(scales: np.ndarray) -> tuple[np.ndarray, np.float32] | None:
-    """Return fp8 scales and a factor with ``fp8_scales / factor == scales``; None if impossible.
+    """Find fp8 scales and a factor with ``fp8_scales / factor == scales``; None if impossible.
 
-    In most files the largest scale of a matrix is stored as the largest fp8 number. This is not so
-    for matrices that share a factor, so all fp8 numbers are tried for the largest scale.
+    In most files, the largest scale of a matrix is stored as the largest fp8 number. If several
+    matrices share a factor, this is not the case. So the function tries all fp8 numbers for the
+    largest scale.
     """
     largest = scales.max()
     if largest == 0:
@@ -264,10 +270,10 @@ def _divide_scales(scales: np.ndarray) -> tuple[np.ndarray, np.float32] | None:
 
 
 class QuantisedWriter:
-    """Writer of the quantised matrices of a model.
+    """Converter of a model's quantised matrices to tensors and config entries of files.
 
     Args:
-      formats: formats of the matrices.
+      formats: storage format of each matrix.
       parameters: all parameters of the model by name.
 
     Raises:
@@ -284,12 +290,12 @@ class QuantisedWriter:
     def tensors(
         self, name: str, mappings: list[TensorMapping], dtype: np.dtype
     ) -> dict[str, np.ndarray]:
-        """Return the tensors to write instead of one tensor of a quantised matrix, by name.
+        """Return the tensors to write for one Hugging Face tensor of a quantised matrix, by name.
 
         Args:
           name: name of the matrix.
-          mappings: the pieces of the matrix that the tensor holds.
-          dtype: dtype of embeddings and the output head, which are written as floats.
+          mappings: mappings of the matrix to the Hugging Face tensor.
+          dtype: float dtype in which embeddings and the output head are written.
         """
         format, tensor = self._formats[name], mappings[0].tensor
         given = (self._parameters.get(name + suffix) for suffix in ("", *SUFFIXES))
@@ -309,14 +315,14 @@ class QuantisedWriter:
     def _experts(
         self, tensor: str, arrays: WeightArrays, format: WeightFormat
     ) -> dict[str, np.ndarray]:
-        """Return the blocks and scales of experts in MXFP4, as gpt-oss stores them."""
+        """Return the tensors for blocks and scales of MXFP4 experts, as gpt-oss stores them."""
         *lead, _ = arrays.values.shape
         flat = WeightArrays(*(x if x is None else x.reshape(-1, x.shape[-1]) for x in arrays))
         written = _mxfp4(tensor, flat, format)
         if written is None:
             raise SaveError(
-                f"save_weights: {tensor} must be mxfp4 or not quantised, because its family stores "
-                f"all experts in one tensor, got {format.code}. {_ADVICE}"
+                f"save_weights: {tensor} must have the format mxfp4 or not be quantised, because "
+                f"this family stores all experts in one tensor, got {format.code}. {_ADVICE}"
             )
         blocks, scales = written.tensors.values()
         groups = scales.reshape(*lead, -1)
@@ -324,7 +330,7 @@ class QuantisedWriter:
         return {f"{tensor}_blocks": blocks.reshape(*groups.shape, -1), f"{tensor}_scales": groups}
 
     def config(self, floats: Iterable[str]) -> dict[str, Any]:
-        """Return the entries of ``config.json`` that describe the tensors written so far.
+        """Return the entries of ``config.json`` for the tensors converted so far.
 
         Args:
           floats: names of the modules that are not quantised.
@@ -337,8 +343,8 @@ class QuantisedWriter:
             entry = {"quant_method": "mxfp4", "modules_to_not_convert": sorted(ignored)}
         elif _EXPERTS in kinds:
             raise SaveError(
-                "save_weights: matrices must not be quantised if the experts are mxfp4, got "
-                f"{', '.join(sorted(kinds - {_EXPERTS}))}. {_ADVICE}"
+                "save_weights: if the experts have the format mxfp4, other matrices must not be "
+                f"quantised, got {', '.join(sorted(kinds - {_EXPERTS}))}. {_ADVICE}"
             )
         else:
             entry = quantisation_config(self._modules, ignored)
@@ -346,7 +352,10 @@ class QuantisedWriter:
 
 
 def expert_rows(array: np.ndarray, mappings: list[TensorMapping]) -> np.ndarray:
-    """Return the rows of a tensor of all experts, ``[X, out, columns]``; see `rows_of`."""
+    """Return the rows of a tensor of all experts, ``[X, out, columns]``.
+
+    The arguments are as in `rows_of`, but the mapping has axes.
+    """
     (mapping,) = mappings
     assert mapping.axes is not None
     split, (*row_axes, in_axis) = mapping.split_shape or mapping.shape, mapping.axes
@@ -358,11 +367,11 @@ def expert_rows(array: np.ndarray, mappings: list[TensorMapping]) -> np.ndarray:
 
 
 def rows_of(array: np.ndarray, mappings: list[TensorMapping]) -> np.ndarray:
-    """Return the rows that belong to one tensor, from one array of a parameter.
+    """Select the rows of a parameter's array that belong to one Hugging Face tensor.
 
     Args:
-      array: an array of a matrix, with the rows of the parameter and any number of columns.
-      mappings: mappings of the parameter to the tensor, without axes.
+      array: array of the parameter (values, scales or minima), with any number of columns.
+      mappings: mappings of the parameter to the tensor, all without `axes`.
     """
     parts = []
     for mapping in sorted(mappings, key=lambda each: each.first_row):

@@ -1,6 +1,6 @@
-"""Matrices of a model that is loaded from files: choice of their formats, and their arrays.
+"""Loading of a model's matrices from files: choice of formats, and conversion.
 
-Each matrix keeps the format of its tensors, or is converted while it is read::
+A matrix keeps the format of its tensors in the files, or is converted while it is read::
 
     tensor of the file         parameter         how
     floats                     floats            `read_box`
@@ -8,7 +8,7 @@ Each matrix keeps the format of its tensors, or is converted while it is read::
     quantised                  same or wider     `StoredMatrix`: the arrays of the file, converted
     floats or quantised        quantised         `StoredMatrix`: dequantised, then quantised
 
-All functions read some rows at a time, and need little memory in addition to the result.
+All functions read only some rows at a time, so they need little memory in addition to the result.
 """
 
 import dataclasses
@@ -44,8 +44,8 @@ from paged_jax.models.matrices import (
 from paged_jax.models.quantise import quantise_on_host
 from paged_jax.models.tensor_parallel import divides_inputs
 
-# Elements per read: 8 or 16 MB. This is little memory compared with a model, and enough to make the
-# cost of opening the file for each read small.
+# Number of elements per read, which is 8 or 16 MB. This is little memory compared with a model. It
+# is large enough to make the cost of opening the file for each read negligible.
 READ_ELEMENTS = 1 << 22
 
 Index = tuple[slice, ...]
@@ -61,12 +61,12 @@ def is_quantised(tensor: StoredTensor) -> bool:
 def find_format(
     stored: Stored, mappings: list[TensorMapping], num_inputs: int
 ) -> WeightFormat | str:
-    """Return a format that represents the values of a matrix's quantised tensors exactly.
+    """Return a format that represents all tensors of a matrix exactly.
 
-    At least one of the tensors in `mappings` is quantised.
+    At least one of the tensors in `mappings` must be quantised.
 
     Returns:
-      The format, or the reason as a str if there is none.
+      The format. If there is none, the reason as a str.
     """
     tensors = [stored[name] for name in dict.fromkeys(each.tensor for each in mappings)]
     if not all(map(is_quantised, tensors)):
@@ -82,12 +82,12 @@ def find_format(
 
 
 def fit_format(format: WeightFormat, num_inputs: int, num_parts: int) -> WeightFormat | str:
-    """Return a format in which the inputs can be divided over `num_parts` devices.
+    """Adapt a format so that a matrix can be divided over devices along its inputs.
 
-    Each device gets whole groups and whole packed bytes.
+    Each of the `num_parts` devices must get whole groups and whole packed bytes.
 
     Returns:
-      The format, with smaller groups or wider values if necessary. If no format is possible, the
+      The format, with smaller groups or 8-bit values if necessary. If no format is possible, the
       reason as a str.
     """
     if format.has_order and num_parts > 1:
@@ -109,12 +109,12 @@ def _have_same_order(tensors: Iterable[StoredTensor]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class StoredMatrix:
-    """A quantised matrix of a model, with the tensors of files that contain it.
+    """Quantised matrix of a model, together with the tensors in files that contain it.
 
     Attributes:
       shape: shape ``[*out, in]`` of the matrix.
-      format: format of the parameter.
-      mappings: mappings of the parameter to its tensors.
+      format: storage format of the matrix in the model.
+      mappings: mappings of the matrix to its tensors.
       stored: tensors of the files by name.
     """
 
@@ -124,12 +124,13 @@ class StoredMatrix:
     stored: Stored
 
     def read_into(self, out: WeightArrays, rows: Index, columns: slice) -> None:
-        """Read some rows of the arrays of the matrix.
+        """Read some rows of the matrix into arrays.
 
         Args:
           out: arrays to fill.
           rows: slices of all dimensions except the last.
-          columns: slice of the last dimension of the values. The other arrays are read whole.
+          columns: slice of the last dimension of the values. Of scales, minima and order, all
+            columns are read.
 
         Raises:
           WeightsError: a file cannot be read, or a number is not finite.
@@ -146,7 +147,7 @@ class StoredMatrix:
 
     @functools.cached_property
     def _is_kept(self) -> bool:
-        """Whether the quantised values of the files are kept, not dequantised and rounded again."""
+        """Whether the matrix keeps the files' quantised values, without rounding them again."""
         tensors = [self.stored[mapping.tensor] for mapping in self.mappings]
         if not all(map(is_quantised, tensors)):
             return False
@@ -156,10 +157,10 @@ class StoredMatrix:
         return common_format(formats, self.shape[-1]) == self.format
 
     def _keep(self, starts: Shape, stops: Shape) -> Iterator[tuple[Index, Any, WeightArrays]]:
-        """Yield the arrays of the files, converted exactly to the format of the parameter.
+        """Yield arrays of the files, converted to the matrix's format without rounding.
 
         Yields:
-          A part of the result, an index into this part, and the arrays that belong there.
+          The index of a part of the result, an index into this part, and the arrays to put there.
         """
         for mapping, part, place in _overlaps(self.mappings, starts, stops):
             tensor = self.stored[mapping.tensor]
@@ -168,7 +169,7 @@ class StoredMatrix:
                 yield place, index, convert(arrays, tensor.format, self.format)
 
     def _quantise(self, starts: Shape, stops: Shape) -> Iterator[tuple[Index, Any, WeightArrays]]:
-        """Yield the floats of the files, rounded to the format; see `_keep` for the results."""
+        """Yield the floats of the files, quantised to the matrix's format, as `_keep` does."""
         step = max(1, READ_ELEMENTS // math.prod(self.shape[1:]))
         for first in range(starts[0], stops[0], step):
             last = min(first + step, stops[0])
@@ -181,7 +182,7 @@ class StoredMatrix:
 def _read_rows(
     tensor: StoredTensor, mapping: TensorMapping, part: Index
 ) -> Iterator[tuple[Any, WeightArrays]]:
-    """Read a part of the mapping's box. Yield some rows at a time: their index and arrays."""
+    """Read a part of a mapping's box; yield the index and the arrays of some rows at a time."""
     for rows, index in _runs_of_rows(mapping, part, tensor.shape[-1]):
         yield index, tensor.read_arrays(rows)
 
@@ -189,7 +190,7 @@ def _read_rows(
 def _read_transposed_rows(
     tensor: StoredTensor, mapping: TensorMapping, part: Index
 ) -> Iterator[tuple[Any, WeightArrays]]:
-    """Read a part like `_read_rows`, for a mapping with axes, one expert at a time.
+    """Read a part like `_read_rows`, one expert at a time, for a mapping with `axes`.
 
     The arrays of the tensor are ``[X, out, ...]``, even if its shape is ``[X, in, out]``.
     """
@@ -220,7 +221,10 @@ def read_box(
     index: Index,
     dtype: np.dtype,
 ) -> np.ndarray:
-    """Read the part of a parameter of the given shape that `index` selects, as floats."""
+    """Read a part of a parameter as floats. `index` selects the part.
+
+    `shape` is the shape of the whole parameter, and `dtype` is the dtype of the result.
+    """
     starts, stops = _bounds(index, shape)
     out = aligned_empty(tuple(np.subtract(stops, starts).tolist()), dtype)
     for mapping, part, place in _overlaps(mappings, starts, stops):
@@ -231,7 +235,7 @@ def read_box(
 def _read_tensor(
     tensor: StoredTensor, mapping: TensorMapping, part: Index, out: np.ndarray
 ) -> None:
-    """Fill `out` with the part of the mapping's box that `part` selects."""
+    """Read the part of a mapping's box that `part` selects into `out`, as floats."""
     if mapping.axes is not None:
         _read_transposed(tensor, mapping, part, out)
         return
@@ -244,7 +248,7 @@ def _read_tensor(
 def _read_transposed(
     tensor: StoredTensor, mapping: TensorMapping, part: Index, out: np.ndarray
 ) -> None:
-    """Fill `out` from a transposed tensor, one index of its first axis (an expert) at a time."""
+    """Read a part like `_read_tensor`, one expert at a time, for a mapping with `axes`."""
     assert mapping.axes is not None and mapping.axes[0] == 0
     lead = len(mapping.box_shape) - len(mapping.axes)
     one = dataclasses.replace(
@@ -261,18 +265,19 @@ def _read_transposed(
 def _runs_of_rows(
     mapping: TensorMapping, part: Index, row_elements: int
 ) -> Iterator[tuple[slice, Any]]:
-    """Divide the rows in a part of the mapping's box into runs of consecutive tensor rows.
+    """Divide the rows in a part of a mapping's box into runs that are consecutive in the file.
 
     Args:
-      mapping: a mapping without axes.
-      part: slices of the dimensions of the box that count rows.
-      row_elements: number of elements to read per row. It limits the number of rows in a run.
+      mapping: a mapping without `axes`.
+      part: slices of the dimensions of the box that count rows, see `num_row_axes`.
+      row_elements: number of elements to read per row, from which the maximum length of a run
+        follows.
 
     Yields:
-      The rows of the tensor in a run, and their index in the part.
+      The rows of the tensor that form a run, and their index in the part.
     """
     rows = mapping.rows[part]
-    # Sort by row in the file, so that consecutive rows become one read despite `row_order`.
+    # Sort by the row in the file. Rows that `row_order` has permuted can then be read in one run.
     places = np.argsort(rows, axis=None)
     rows_in_file = rows.ravel()[places]
     max_rows = max(1, READ_ELEMENTS // row_elements)
@@ -287,7 +292,7 @@ def _runs_of_rows(
 def _overlaps(
     mappings: list[TensorMapping], starts: Shape, stops: Shape
 ) -> Iterator[tuple[TensorMapping, Index, Index]]:
-    """Yield the mappings that have boxes in a part of a parameter.
+    """Yield the mappings whose boxes overlap a part of a parameter.
 
     Args:
       mappings: mappings of the parameter.
@@ -295,7 +300,7 @@ def _overlaps(
       stops: index after the end of the part in the same dimensions.
 
     Yields:
-      A mapping, the overlap as an index of its box, and as an index of the part.
+      A mapping, the index of the overlap in its box, and the index of the overlap in the part.
     """
     for mapping in mappings:
         low = tuple(map(max, starts, mapping.box_start))
@@ -314,8 +319,8 @@ def _slices(low: Shape, high: Shape, origin: Shape) -> Index:
 
 
 def aligned_empty(shape: Shape, dtype: np.dtype) -> np.ndarray:
-    """Return an uninitialised array that XLA's CPU backend can use without a copy."""
-    # XLA's CPU backend copies memory that is not aligned to 64 bytes.
+    """Return an uninitialised array that XLA's CPU backend can use without copying it."""
+    # XLA's CPU backend copies arrays whose memory is not aligned to 64 bytes.
     size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
@@ -335,20 +340,21 @@ def choose_formats(
     dequantise: bool,
     num_devices: int | None = None,
 ) -> MatrixFormats:
-    """Choose the formats of a model that is read from files.
+    """Choose the storage format of each matrix of a model that is read from files.
 
-    A quantised matrix keeps the format of the files if one format fits all of its tensors and can
-    be divided over the devices. Otherwise it is expanded to floats, with a warning.
+    A quantised matrix keeps the format of the files if one format can represent all of its tensors,
+    and if the matrix can be divided over the devices in this format. Otherwise it is converted to
+    floats, with a warning.
 
     Args:
-      spec: the model with matrices of floats, and its placement.
-      dtype: dtype that the user asked for. If it is in `DTYPE_FORMATS`, all matrices are quantised
-        again.
+      spec: description of the model without quantised matrices, and its placement.
+      dtype: value of the user's option. If it is in `DTYPE_FORMATS`, all large matrices are
+        quantised again.
       stored: tensors of the files by name.
-      mappings: for each parameter of the model with separate layers, its mappings to tensors.
-      dequantise: whether to expand all matrices to floats.
-      num_devices: number of devices that compute the model together; None for the devices of the
-        placement of `spec`.
+      mappings: for each parameter of the model with separate layers, its mappings to the tensors.
+      dequantise: whether to convert all quantised matrices to floats.
+      num_devices: number of devices over which the model is divided; None to derive it from the
+        placement in `spec`.
     """
     floats = WeightFormat(name_of(spec.dtype))
     config = dataclasses.replace(spec.config, dtype=floats.code)
@@ -385,19 +391,19 @@ def choose_formats(
 
 
 def _num_parts(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> int:
-    """Return the number of devices over which the inputs of a matrix are divided."""
+    """Return the number of parts into which the placement divides the inputs of a matrix."""
     placement = spec.sharding_of(name, shape)
     return 1 if placement is None else shape[-1] // placement.shard_shape(shape)[-1]
 
 
 class MatrixReader:
-    """Arrays of the quantised matrices of a model, for each part of a parameter.
+    """Reader of parts of the parameters that belong to a model's quantised matrices.
 
-    The values and scales of a matrix are different parameters, but are read together. This object
-    keeps the scales until `read` is called for them.
+    The values and scales of a matrix are different parameters, but they are read from the files
+    together. This object keeps the scales until `read` is called for them.
 
     Args:
-      matrices: the matrices by their names in a model with separate layers.
+      matrices: the quantised matrices, by their names in the model with separate layers.
     """
 
     def __init__(self, matrices: Mapping[str, StoredMatrix]):
@@ -406,7 +412,7 @@ class MatrixReader:
         self._pending: dict[Any, WeightArrays] = {}
 
     def has(self, name: str) -> bool:
-        """Return whether a parameter is an array of a quantised matrix."""
+        """Return whether a parameter belongs to a quantised matrix."""
         return self._first(matrix_name(name)) in self._matrices
 
     def read(self, name: str, index: Index) -> np.ndarray:
@@ -434,7 +440,7 @@ class MatrixReader:
         return getattr(arrays, field)[..., columns]
 
     def _first(self, matrix: str) -> str:
-        """Return the name of a matrix; if the layers are stacked, its name in the first layer."""
+        """Return the name of a matrix; for stacked layers, its name in the first layer."""
         scope, _, kind = matrix.rpartition(".")
         return f"layers.0.{kind}" if scope == "layers" else matrix
 
@@ -458,7 +464,10 @@ class MatrixReader:
 def _empty(
     matrix: StoredMatrix, layers: tuple[int, ...], rows: Index, columns: slice
 ) -> WeightArrays:
-    """Return uninitialised arrays for some rows of a matrix, in some layers."""
+    """Return uninitialised arrays for some rows and columns of a matrix.
+
+    `layers` is empty, or contains the number of stacked layers.
+    """
     *outputs, num_inputs = matrix.shape
     sizes = (len(range(*each.indices(size))) for each, size in zip(rows, outputs, strict=True))
     shapes = matrix.format.shapes((*sizes, num_inputs))

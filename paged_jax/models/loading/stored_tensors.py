@@ -1,8 +1,8 @@
-"""Tensors of weight files, read a part at a time, and their places in the parameters of a model.
+"""Reading of tensors in weight files, and their places in the parameters of a model.
 
 `StoredTensor` reads a tensor of a safetensors file. `QuantisedTensor` is the base class of matrices
-in a quantised format, which consist of several tensors, such as values and scales. `TensorMapping`
-says which part of a parameter a tensor fills.
+in a quantised format, which may consist of several tensors, such as values and scales.
+`TensorMapping` describes which part of a parameter a tensor fills.
 """
 
 import dataclasses
@@ -18,9 +18,10 @@ import numpy as np
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, dequantise
 from paged_jax.models.loading.parameters import WeightsError
 
-# Dtype of the model for each dtype of a file. Models do not compute in float64.
+# Dtype in which the model uses a tensor, for each floating-point dtype in a file. Models do not
+# compute in float64.
 FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float32"}
-# Dtype of each name in safetensors. Tensors of other dtypes cannot be read.
+# NumPy dtype for each dtype name of safetensors. Tensors with other dtypes cannot be read.
 _NUMPY_DTYPES = {
     name: jnp.dtype(dtype)
     for name, dtype in {
@@ -39,11 +40,11 @@ class StoredTensor:
     """A tensor in a safetensors file.
 
     Attributes:
-      path: the file.
+      path: file that contains the tensor.
       name: name of the tensor in the file.
       shape: shape of the tensor.
-      dtype: dtype, by its name in safetensors, or the name of a quantised format.
-      offset: position of the first byte in the file.
+      dtype: name of the dtype in safetensors, or name of a quantised format.
+      offset: position of the tensor's first byte in the file.
     """
 
     path: Path
@@ -59,14 +60,14 @@ class StoredTensor:
 
     @property
     def format(self) -> WeightFormat:
-        """Format of the result of `read_arrays`."""
+        """Format of the arrays that `read_arrays` returns."""
         return WeightFormat(FLOAT_DTYPES[self.dtype])
 
     def read_arrays(self, rows: slice) -> WeightArrays:
-        """Read a part of the tensor in its `format`.
+        """Read rows of the tensor in its `format`.
 
         Args:
-          rows: slice of the first dimension.
+          rows: slice of the first dimension to read.
 
         Raises:
           WeightsError: the file cannot be read, or a scale or number is not finite.
@@ -74,10 +75,10 @@ class StoredTensor:
         return WeightArrays(self.read((rows,), jnp.dtype(self.format.code)))
 
     def read(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
-        """Read a part of the tensor as finite floats.
+        """Read a part of the tensor as floats, and check that they are finite.
 
         Args:
-          index: slices of the first dimensions.
+          index: slices of the first dimensions; other dimensions are read completely.
           dtype: floating-point dtype of the result.
 
         Raises:
@@ -86,20 +87,24 @@ class StoredTensor:
         with np.errstate(over="ignore"):  # infinity is reported below
             values = self._read(index).astype(dtype, copy=False)
         if not is_finite(values):
-            raise WeightsError(f"load_weights: {self.name} is not finite as {dtype.name}.")
+            raise WeightsError(
+                f"load_weights: {self.name} must be finite in {dtype.name}, got infinity or NaN."
+            )
         return values
 
     def read_raw(self, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """Read a part of the tensor in the dtype of the file.
+        """Read a part of the tensor in the dtype of the file, without checks of its values.
 
         Args:
-          index: slices of the first dimensions.
+          index: slices of the first dimensions; other dimensions are read completely.
 
         Raises:
-          WeightsError: the file cannot be read, or the dtype is unknown.
+          WeightsError: the file cannot be read, or its dtype is not supported.
         """
         if (dtype := _NUMPY_DTYPES.get(self.dtype)) is None:
-            raise WeightsError(f"load_weights: {self.name} must not be of dtype {self.dtype}.")
+            raise WeightsError(
+                f"load_weights: {self.name} has the dtype {self.dtype}, which is not supported."
+            )
         rows, columns = index[:1], index[1:]
         full = self.shape[1 : len(index)]
         if all(
@@ -107,11 +112,13 @@ class StoredTensor:
         ):
             return self._read_rows(rows[0] if rows else slice(None), dtype)
         try:
-            # Map the file only during this call. Otherwise the mapped pages would count as memory
-            # in use, and add up to a second copy of the weights.
+            # Map the file only during this call. Mapped pages count as memory of the process, and
+            # would otherwise add up to a second copy of the weights.
             return np.array(np.memmap(self.path, dtype, "r", self.offset, self.shape)[index])
         except (OSError, ValueError) as error:
-            raise WeightsError(f"load_weights: cannot read {self.name}: {error}.") from None
+            raise WeightsError(
+                f"load_weights: cannot read {self.name} from {self.path}: {error}."
+            ) from None
 
     def _read_rows(self, rows: slice, dtype: np.dtype) -> np.ndarray:
         start, stop, shape = 0, 1, self.shape
@@ -126,10 +133,10 @@ class StoredTensor:
 
 
 def read_elements(tensor: StoredTensor, place: int, dtype: np.dtype, count: int) -> np.ndarray:
-    """Read elements of a tensor, from a place in bytes after its first byte.
+    """Read `count` elements that begin `place` bytes after the first byte of a tensor.
 
-    The file is read instead of mapped: pages of a mapping count as memory in use, and the process
-    ends if a mapped file becomes shorter.
+    The file is not mapped into memory, because mapped pages count as memory of the process, and
+    because the process would crash if a mapped file became shorter.
 
     Raises:
       WeightsError: the file cannot be read, or is too short.
@@ -137,57 +144,62 @@ def read_elements(tensor: StoredTensor, place: int, dtype: np.dtype, count: int)
     try:
         values = np.fromfile(tensor.path, dtype, count, offset=tensor.offset + place)
     except OSError as error:
-        raise WeightsError(f"load_weights: cannot read {tensor.name}: {error}.") from None
+        raise WeightsError(
+            f"load_weights: cannot read {tensor.name} from {tensor.path}: {error}."
+        ) from None
     if values.size != count:
-        raise WeightsError(f"load_weights: cannot read {tensor.name}: the file has become shorter.")
+        raise WeightsError(
+            f"load_weights: cannot read {tensor.name}, because the file {tensor.path} has become "
+            "shorter."
+        )
     return values
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class JoinedTensor(StoredTensor):
-    """Rows of several small tensors, concatenated to one tensor.
+    """Tensor that is the concatenation of several small tensors along their first dimension.
 
     Attributes:
-      pieces: the tensors.
+      pieces: the tensors to concatenate.
     """
 
     pieces: tuple[StoredTensor, ...] = ()
 
     @classmethod
     def of_pieces(cls, name: str, pieces: tuple[StoredTensor, ...]) -> "JoinedTensor":
-        """Return the joined tensor of pieces with equal dtypes and equal shapes of a row."""
+        """Create a joined tensor. All pieces must have the same dtype and shape of a row."""
         first = pieces[0]
         shape = (sum(piece.shape[0] for piece in pieces), *first.shape[1:])
         return cls(first.path, name, shape, first.dtype, pieces)
 
     def read_raw(self, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """Read all pieces, and return a part of the joined tensor."""
+        """Read a part of the joined tensor, by reading all pieces."""
         return np.concatenate([piece.read_raw() for piece in self.pieces])[index]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuantisedTensor(StoredTensor):
-    """A matrix ``[*out, in]`` in a quantised format.
+    """Base class of matrices ``[*out, in]`` in a quantised format.
 
-    A subclass defines `format` and `read_arrays`. It also overrides `_dequantise` if the tool that
-    defines the format rounds weights differently from `dequantise`.
+    A subclass defines `format` and `read_arrays`. It must also override `_dequantise` if the tool
+    that defines the format rounds weights in another way than `dequantise`.
     """
 
     @property
     def is_floating(self) -> bool:
-        """Whether the tensor can be read as floating-point numbers: always."""
+        """Whether the tensor can be read as floating-point numbers, which is always possible."""
         return True
 
     @property
     def format(self) -> WeightFormat:
-        """Format of the result of `read_arrays`, equal for all parts."""
+        """Format of the arrays that `read_arrays` returns."""
         raise NotImplementedError
 
     def read_arrays(self, rows: slice) -> WeightArrays:
-        """Read a part of the matrix in its `format`.
+        """Read rows of the matrix in its `format`.
 
         Args:
-          rows: slice of the first dimension.
+          rows: slice of the first dimension to read.
 
         Raises:
           WeightsError: the file cannot be read, or a scale is not finite.
@@ -199,16 +211,16 @@ class QuantisedTensor(StoredTensor):
         return self._dequantise(rows)[(slice(None), *others)]
 
     def _dequantise(self, rows: slice) -> np.ndarray:
-        """Return rows in float32, rounded like the results of the tool that defines the format."""
+        """Return rows in float32, with the same rounding as the tool that defines the format."""
         return dequantise(self.read_arrays(rows), self.format.code)
 
 
 class CountedTensors(Mapping[str, StoredTensor]):
-    """Tensors by name. The first look-up of each tensor reports its size in bytes.
+    """Mapping of tensors by name that reports which tensors are used, for a progress bar.
 
     Args:
-      tensors: the tensors.
-      report: function that is called with the number of bytes of a tensor in its format.
+      tensors: the tensors by name.
+      report: function that is called with the size of a tensor in bytes when it is first looked up.
     """
 
     def __init__(self, tensors: Mapping[str, StoredTensor], report: Callable[[int], None]):
@@ -231,12 +243,18 @@ class CountedTensors(Mapping[str, StoredTensor]):
 
 
 def find_dtype(tensors: Iterable[StoredTensor]) -> str | None:
-    """Return the dtype of the first floating-point tensor, as transformers does, or None."""
+    """Return the dtype of the first floating-point tensor; None if there is none.
+
+    transformers determines the dtype of a model in the same way.
+    """
     return next((FLOAT_DTYPES[x.dtype] for x in tensors if x.dtype in FLOAT_DTYPES), None)
 
 
 def is_finite(values: np.ndarray) -> bool:
-    """Return whether all floats of an array are finite. They are checked a part at a time."""
+    """Return whether all floats of an array are finite.
+
+    To save memory, only a part of the array is checked at a time.
+    """
     # Compare bits, because NumPy has no fast isfinite for bfloat16.
     bits = np.ascontiguousarray(values).reshape(-1).view(f"u{values.itemsize}")
     mask = bits.dtype.type(_EXPONENT_BITS[values.dtype.name])
@@ -250,24 +268,26 @@ Array = TypeVar("Array", np.ndarray, jax.Array)
 
 @dataclasses.dataclass(frozen=True)
 class TensorMapping:
-    """A Hugging Face tensor, or some of its rows, and the box of a parameter that it fills.
+    """Mapping of a Hugging Face tensor, or of some rows of it, to a box of a parameter.
 
-    ``parameter[mapping.box]`` equals ``mapping.to_box(tensor)``. Usually this is only a reshape:
-    several dimensions of the box may count the rows (first dimension) of the tensor.
+    A box is a rectangular part of the parameter.
+
+    The tensor fills the box: ``parameter[mapping.box]`` equals ``mapping.to_box(tensor)``. Usually
+    this is only a reshape, in which the first dimension of the tensor (its rows) becomes several
+    dimensions of the box.
 
     Attributes:
-      tensor: name of the tensor.
+      tensor: name of the Hugging Face tensor.
       shape: shape of the tensor.
-      box_shape: shape of the box. It has the rank of the parameter.
+      box_shape: shape of the box, with as many dimensions as the parameter.
       box_start: index of the first element of the box in the parameter.
-      first_row: first row of the tensor in this box. Other boxes may hold the other rows.
-      row_order: permutation of n rows, applied to each group of n rows of the tensor: row i of a
-        group in the box is row ``row_order[i]`` of the group in the tensor. None if the order is
-        the same.
-      axes: permutation of the tensor's axes, if the checkpoint stores it transposed; None
-        otherwise. The first axis stays first.
-      split_shape: with `axes`, shape of the tensor before the permutation, with some dimensions
-        split in two; None for `shape`.
+      first_row: first row of the tensor that is in this box. Other boxes may hold the other rows.
+      row_order: permutation of n rows that is applied to each group of n rows. Row i of a group in
+        the box is row ``row_order[i]`` of this group in the tensor. None if rows are not permuted.
+      axes: permutation of the tensor's axes, if the checkpoint stores the tensor transposed; None
+        otherwise. The permutation does not move the first axis.
+      split_shape: shape to which the tensor is reshaped before its axes are permuted, in which some
+        dimensions are split in two; None for `shape`. It is only used with `axes`.
     """
 
     tensor: str
@@ -291,18 +311,18 @@ class TensorMapping:
 
     @property
     def num_row_axes(self) -> int:
-        """Number of dimensions of the box that count rows of the tensor."""
+        """Number of the box's leading dimensions into which the rows of the tensor are reshaped."""
         return len(self.box_shape) - len(self.shape) + 1
 
     @property
     def rows(self) -> np.ndarray:
-        """Row of the tensor at each index of the first `num_row_axes` dimensions of the box."""
+        """For each index of the box's first `num_row_axes` dimensions, the row of the tensor."""
         shape = self.box_shape[: self.num_row_axes]
         rows = self.first_row + np.arange(math.prod(shape)).reshape(shape)
         return _reorder(rows, self.row_order, self.num_row_axes)
 
     def to_box(self, tensor: Array) -> Array:
-        """Return the content of the box ``[*box_shape]`` from the tensor ``[*shape]``."""
+        """Convert the tensor ``[*shape]`` to the content of the box ``[*box_shape]``."""
         if self.axes is not None:
             split = tensor.reshape(self.split_shape or self.shape)
             return split.transpose(self.axes).reshape(self.box_shape)
@@ -311,7 +331,7 @@ class TensorMapping:
         return _reorder(box, self.row_order, self.num_row_axes)
 
     def to_rows(self, box: Array) -> Array:
-        """Return the tensor rows in a box ``[*box_shape]``, the inverse of `to_box`."""
+        """Convert a box ``[*box_shape]`` to the tensor rows in it, the inverse of `to_box`."""
         if self.axes is not None:
             split = self.split_shape or self.shape
             box = box.reshape(tuple(split[axis] for axis in self.axes))
@@ -326,7 +346,7 @@ Mappings = tuple[TensorMapping, ...]
 
 
 def _reorder(box: Array, order: tuple[int, ...] | None, num_row_axes: int) -> Array:
-    """Apply a permutation of n rows to each group of n rows of a box."""
+    """Apply a permutation of n rows to each group of n rows in a box."""
     if order is None:
         return box
     groups = box.reshape(-1, len(order), *box.shape[num_row_axes:])
@@ -342,7 +362,7 @@ def map_tensor(
     first_row: int = 0,
     row_order: tuple[int, ...] | None = None,
 ) -> TensorMapping:
-    """Return a mapping without transposition. By default the tensor is the whole parameter."""
+    """Create a mapping without `axes`. By default, the tensor fills the whole parameter."""
     box_shape = box_shape or shape
     start = box_start or (0,) * len(box_shape)
     return TensorMapping(tensor, shape, box_shape, start, first_row=first_row, row_order=row_order)

@@ -1,7 +1,8 @@
 """Mapping from the tensors of a Hugging Face checkpoint to the parameters of a model.
 
-A parameter may consist of several tensors. For example, ``layers.3.qkv_proj`` holds the query, key
-and value projections. `map_parameter` lists the tensors of a parameter and their positions in it.
+A parameter may consist of several tensors. For example, ``layers.3.qkv_proj`` contains the query,
+key and value projections. `map_parameter` lists the tensors of a parameter and their positions in
+the parameter.
 """
 
 import dataclasses
@@ -23,17 +24,18 @@ from paged_jax.models.mixer_sizes import Mixer
 from paged_jax.models.rope import head_order
 
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Names that follow the prefix ``model.``.
+# Names that follow the prefix ``model.`` in most checkpoints.
 _INNER = (
     "layers.", "embed_tokens.", "norm.",
     "embed_tokens_per_layer.", "per_layer_model_projection.", "per_layer_projection_norm.",
     "altup_projections.", "altup_unembed_projections.",
 )  # fmt: skip
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
-# Tensors that layers without keys and values do not have. Some files have them nevertheless.
+# Tensors that are ignored in layers that read the keys and values of another layer. Some files
+# contain such tensors.
 _OF_KV = re.compile(r"self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
 
-# Tensor name of the weights of attention and of the MLP. A family may use other names.
+# Default tensor name of each attention and MLP weight. A family may use other names.
 _NAMES = {
     "q_proj": "self_attn.q_proj.weight",
     "k_proj": "self_attn.k_proj.weight",
@@ -46,7 +48,7 @@ _NAMES = {
     "down_proj": "mlp.down_proj.weight",
     "norm": "model.norm.weight",
 }
-# Tensor name of each one-dimensional parameter of a layer. A family may use other names.
+# Default tensor name of each one-dimensional parameter of a layer. A family may use other names.
 _VECTORS = {
     "input_norm": "input_layernorm.weight",
     "post_attention_norm": "post_attention_layernorm.weight",
@@ -60,7 +62,7 @@ _VECTORS = {
     "stream_norm": "altup.router_norm.weight",
     "stream_factor": "altup.correct_output_scale",
 }
-# The same for the parameters of experts. A * stands for the number of an expert.
+# Default tensor name of each parameter of experts. A * stands for the number of an expert.
 _EXPERTS = {
     "router": "mlp.gate.weight",
     "experts_gate_proj": "mlp.experts.*.gate_proj.weight",
@@ -71,22 +73,24 @@ _EXPERTS = {
     "shared_expert": "mlp.shared_expert",
 }
 
-# How files store experts. "family": as published files of the family do. "fused": one tensor for
-# all experts, with the names in the models of transformers 5, see `Family.in_memory`. "separate":
-# gate, up and down of each expert in separate tensors.
+# Ways in which files store experts. "family": as in the published files of the family. "fused": one
+# tensor for all experts, with the names in the models of transformers 5, see `Family.in_memory`.
+# "separate": each expert has separate tensors for gate, up and down.
 ExpertLayout = Literal["family", "fused", "separate"]
 
 
 def map_parameter(
     config: LlamaConfig, name: str, *, experts: ExpertLayout = "family"
 ) -> Iterator[TensorMapping]:
-    """Yield a parameter's mappings to its tensors. Their boxes fill it without overlap.
+    """Yield the mappings of a parameter to its tensors.
+
+    The boxes of the mappings fill the parameter without overlap.
 
     Args:
       config: configuration of the model.
       name: name of the parameter, such as ``"layers.3.qkv_proj"``, or ``"layers.qkv_proj"`` if
         the layers are stacked.
-      experts: how the tensors hold the experts.
+      experts: the way in which the files store experts, see `ExpertLayout`.
 
     Example:
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
@@ -118,7 +122,11 @@ def map_parameter(
 def map_to_available(
     config: LlamaConfig, name: str, tensors: Container[str]
 ) -> list[TensorMapping]:
-    """Return the mappings of a parameter in the `ExpertLayout` that `tensors` have."""
+    """Return the mappings of a parameter to the tensors that exist.
+
+    The function tries each `ExpertLayout`. If no layout has only tensors in `tensors`, it returns
+    the mappings of the layout "family".
+    """
     family: list[TensorMapping] = []
     for layout in get_args(ExpertLayout):
         mappings = list(map_parameter(config, name, experts=layout))
@@ -129,7 +137,9 @@ def map_to_available(
 
 
 def standard_name(config: LlamaConfig, name_in_file: str) -> str | None:
-    """Return the name of a tensor in `map_parameter`, or None if it is not part of the text model.
+    """Convert the name of a tensor in a file to its name in `map_parameter`.
+
+    The result is None if the tensor is not part of the text model.
 
     Example:
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
@@ -154,7 +164,7 @@ def _without_prefix(prefixes: Mapping[str, str | None], name: str) -> str | None
     for prefix, replacement in prefixes.items():
         if name.startswith(prefix):
             return replacement and replacement + name.removeprefix(prefix)
-    # Checkpoints of a model without its output head lack the prefix ``model.``.
+    # In checkpoints of a model without its output head, tensor names lack the prefix ``model.``.
     return f"model.{name}" if name.startswith(_INNER) else name
 
 
@@ -186,14 +196,16 @@ def _model_mappings(config: LlamaConfig) -> Mapping[str, Mappings]:
 
 @functools.lru_cache(maxsize=16)
 def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, Mappings]:
-    """Return the mappings of a layer, given its config in `LlamaConfig.layer_configs`.
+    """Return the mappings of all parameters of a layer, by parameter name.
 
-    Tensor names lack the prefix ``model.layers.{index}.``.
+    `config` is the layer's config in `LlamaConfig.layer_configs`. Tensor names lack the prefix
+    ``model.layers.{index}.``.
     """
     E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
     H, K = config.num_attention_heads, config.num_key_value_heads
     d, names = config.hidden_size_per_layer_input, {**_NAMES, **_family_tensors(config, experts)}
-    # Queries and keys rotate, and need the order of `head_order`. Values do not rotate.
+    # The rows of queries and keys, which rotate, must be reordered by `head_order`. Values do not
+    # rotate.
     [rope, *_] = config.ropes
     paired_dim = D if rope is None else rope.paired_dim
     row_order = head_order(D, paired_dim, interleaved=config.rope_interleaved)
@@ -238,7 +250,7 @@ def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, 
 
 
 def _gate_up_mappings(config: LlamaConfig, names: Mapping[str, str], F: int) -> Mappings:
-    """Return the mappings of ``gate_up_proj`` of an MLP with F features."""
+    """Return the mappings of the parameter ``gate_up_proj`` of an MLP with F features."""
     E = config.hidden_size
     if "gate_up_proj" in names:
         return (map_tensor(names["gate_up_proj"], (2 * F, E), (2, F, E)),)
@@ -247,7 +259,7 @@ def _gate_up_mappings(config: LlamaConfig, names: Mapping[str, str], F: int) -> 
 
 
 def name_in_file(config: LlamaConfig, name: str) -> str:
-    """Return the name of a tensor in files that transformers reads, see `standard_name`."""
+    """Convert a name of `map_parameter` to the name in files that transformers reads."""
     family = FAMILIES.get(config.model_type)
     for prefix, replacement in (family.written_prefixes if family else {}).items():
         if name.startswith(prefix):
@@ -274,16 +286,18 @@ def _qkv_mappings(
     *,
     is_bias: bool = False,
 ) -> Mappings:
-    """Return the mappings of ``qkv_proj`` or ``qkv_bias``, to one fused tensor or to three tensors.
+    """Return the mappings of ``qkv_proj`` or ``qkv_bias`` to one fused or three tensors.
 
-    Only weights may be fused. For `row_order`, see `head_order`.
+    Files may have a fused tensor for the weights, but not for the biases. `row_order` is the result
+    of `head_order`.
     """
     D, H, K = config.head_dim, config.num_attention_heads, config.num_key_value_heads
     fused_tensor = None if is_bias else names.get("qkv_proj")
     columns = () if is_bias else (config.hidden_size,)
     G, query_order = H // K, row_order
     if config.attention_gate:
-        # The gate of a head follows its query. It does not rotate.
+        # In the tensor, the gate of a head follows its query. Gates are not rotated, so they keep
+        # their order.
         G, gate = 2 * G, tuple(range(D, 2 * D))
         query_order = None if row_order is None else row_order + gate
     parts = [("q_proj", G, 0, query_order), ("k_proj", 1, G, row_order), ("v_proj", 1, G + 1, None)]
@@ -308,14 +322,14 @@ def _qkv_mappings(
 def _mixer_mappings(
     mixer: Mixer, hidden_size: int, names: Mapping[str, str]
 ) -> dict[str, Mappings]:
-    """Return the mappings of the parameters of a mixer.
+    """Return the mappings of the parameters of a mixer, by parameter name.
 
-    A parameter is one whole tensor, or consists of several pieces. A piece is a tensor or some
+    A parameter is stored as one tensor, or in several pieces. Each piece is a tensor, or
     consecutive rows of a tensor, see `Family.tensors`.
     """
     mappings: dict[str, Mappings] = {}
     for name, shape in mixer.shapes(hidden_size).items():
-        rest = shape[1:] if len(shape) == 4 else ()  # vectors have one dimension, or the same shape
+        rest = shape[1:] if len(shape) == 4 else ()  # vectors are 1-D, or have the same shape
         if name == "mixer_conv" or name.endswith("_proj"):
             rest = shape[-1:] if name.endswith("_proj") else shape[-2:]
         if name in names:
@@ -342,7 +356,7 @@ def _mixer_mappings(
 
 
 def _latent_mappings(config: LlamaConfig, latent: LatentSizes) -> dict[str, Mappings]:
-    """Return the mappings of latent attention, see `layer_attention`."""
+    """Return the mappings of the parameters of latent attention, by parameter name."""
     E, H, R = config.hidden_size, config.num_attention_heads, latent.kv_lora_rank
     q_rank, nope, rope = latent.q_lora_rank, latent.qk_nope_head_dim, latent.qk_rope_head_dim
     order = head_order(rope, rope, interleaved=config.rope_interleaved)
@@ -372,7 +386,7 @@ def _latent_mappings(config: LlamaConfig, latent: LatentSizes) -> dict[str, Mapp
 
 
 def _expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[str, Mappings]:
-    """Return the mappings of the router and the experts of a layer."""
+    """Return the mappings of the parameters of router and experts, by parameter name."""
     E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
     names = {**_EXPERTS, **_family_tensors(config, experts)}
     shared = config.shared_expert_intermediate_size
@@ -390,14 +404,15 @@ def _expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[str, Ma
     if "router_bias" in names:
         mappings["router_bias"] = (map_tensor(names["router_bias"], (X,)),)
     if "transposed_gate_up_proj" in names and experts != "separate":
-        # Matrices are [in, out]. All columns of the gates precede the columns of the features.
+        # In the file, matrices are [in, out]. All columns of the gates come first, then all columns
+        # of the features.
         first, last = names["transposed_gate_up_proj"], names["transposed_down_proj"]
         return mappings | {
             "experts_gate_up_proj": _all_experts(first, (X, E, 2, F), (0, 2, 3, 1), merged=2),
             "experts_down_proj": _all_experts(last, (X, F, E), (0, 2, 1)),
         }
     if "experts_gate_up_proj" in names and experts != "separate":
-        # Matrices are [in, out]. The columns of gates and features alternate.
+        # In the file, matrices are [in, out]. The columns of gates and features alternate.
         first, last = names["experts_gate_up_proj"], names["experts_down_proj"]
         bias = names["experts_gate_up_bias"]
         return mappings | {
@@ -425,13 +440,14 @@ def _expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[str, Ma
 def _all_experts(
     tensor: str, split: tuple[int, ...], axes: tuple[int, ...], merged: int | None = None
 ) -> Mappings:
-    """Return the mapping of a parameter that is one tensor for all experts.
+    """Return the mapping of a parameter that is stored as one tensor for all experts.
 
     Args:
       tensor: name of the tensor.
-      split: shape of the tensor, with gates and features in a separate dimension.
-      axes: dimension of `split` for each dimension of the parameter.
-      merged: dimension of `split` that is merged with the next one in the tensor, or None.
+      split: shape of the tensor, in which gates and features have their own dimension of size 2.
+      axes: for each dimension of the parameter, the index of the dimension in `split`.
+      merged: index of a dimension of `split` that the file merges with the next dimension; None if
+        the file merges no dimensions.
     """
     shape, whole = tuple(split[axis] for axis in axes), None
     if merged is not None:
@@ -445,7 +461,7 @@ def _all_experts(
 def _each_expert(
     num_experts: int, tensors: str | tuple[str, ...], shape: tuple[int, ...]
 ) -> Mappings:
-    """Return the mappings of a parameter that is stored as one or more tensors per expert."""
+    """Return the mappings of a parameter of experts that has separate tensors per expert."""
     parts, lead = ((tensors,), (1,)) if isinstance(tensors, str) else (tensors, (1, 1))
     return tuple(
         map_tensor(
@@ -460,7 +476,7 @@ def _each_expert(
 
 
 def _fused_expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[str, Mappings]:
-    """Return the mappings of experts in fused tensors, and of their router."""
+    """Return the mappings of router and experts, if tensors contain all experts."""
     E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
     names = {**_EXPERTS, **_family_tensors(config, experts)}
     router, bias, up = (
