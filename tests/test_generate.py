@@ -434,7 +434,9 @@ def test_damaged_models_are_errors(run, tmp_path) -> None:
     check_mistake(run("--prompt", "ab", model=folder), "model.norm.weight.*(nan|NaN|finite)")
     weights.write_bytes(whole)
     (folder / "tokenizer.json").write_text("{}")
-    check_mistake(run("--prompt", "ab", model=folder), "must be a file of the tokenizers library")
+    check_mistake(
+        run("--prompt", "ab", model=folder), "must be a valid file of the tokenizers library"
+    )
     (folder / "tokenizer.json").unlink()
     got = run("--prompt", "ab", model=folder)
     check_mistake(got, "tokenizer for text prompts, got none. Put a tokenizer.json into its folder")

@@ -168,13 +168,13 @@ def test_from_folder_ignores_truncation_and_padding(tmp_path):
 
 
 def test_from_folder_rejects_folders_without_a_tokenizer(tmp_path):
-    with pytest.raises(TokenizerError, match="must contain a tokenizer.json, got none"):
+    with pytest.raises(TokenizerError, match="the folder must contain a tokenizer.json"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"")
     with pytest.raises(TokenizerError, match="Convert tokenizer.model"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
-    message = "tokenizer.json: must be a file of the tokenizers library"
+    message = "tokenizer.json: must be a valid file of the tokenizers library"
     with pytest.raises(TokenizerError, match=message):
         Tokenizer.from_folder(tmp_path)
     _write(tmp_path, generation_config={"eos_token_id": "</s>"})

@@ -1,11 +1,11 @@
-r"""Convert the parameters of another definition of the same model, such as a trainer's.
+r"""Conversion of parameters from another definition of the same model, such as a trainer's.
 
     trainer                     Hugging Face                               paged_jax
     layers.3.attn.q_proj.w  ->  model.layers.3.self_attn.q_proj.weight \
     layers.3.attn.k_proj.w  ->  model.layers.3.self_attn.k_proj.weight  >  layers.3.qkv_proj
     layers.3.attn.v_proj.w  ->  model.layers.3.self_attn.v_proj.weight /
 
-The first arrow is the caller's `NameMap`, the second is `tensor_map.map_parameter`.
+The caller's `NameMap` describes the first arrow, and `tensor_map.map_parameter` the second.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Chat templates of Hugging Face tokenizers: they write a chat as text for the model."""
+"""Chat templates of Hugging Face tokenizers, which convert a chat to text for the model."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from jinja2 import ext, nodes, parser, sandbox
 
 from paged_jax.arguments import ArgumentError
 
-# Variables of a template that a caller must not set.
+# Names of template variables that callers must not set themselves.
 _RESERVED_VARIABLES = frozenset(
     (
         "add_generation_prompt", "chat_template", "continue_final_message", "documents",
@@ -23,16 +23,17 @@ _RESERVED_VARIABLES = frozenset(
         "tokenize", "tools", "bos_token", "eos_token", "unk_token", "pad_token",
     )
 )  # fmt: skip
-# Texts to search for in rendered chats. No template contains them.
+# Texts that are rendered to find out how a template works. No template contains them.
 _PROBE = "which form of content"
 _ROLE_PROBE = "probed text"
-# Mark at the end of a message that the model continues. It keeps templates from trimming the text.
+# Marker that is put at the end of a message to be continued, and cut off after rendering. It
+# prevents templates from trimming the end of the message.
 _CUT = "\N{SNOWMAN}cut here\N{SNOWMAN}"
 _USER, _ASSISTANT = ({"role": role, "content": "Probe."} for role in ("user", "assistant"))
-# Length of the ids of calls that the templates of Mistral accept.
+# Length that Mistral's chat templates require for tool-call ids.
 CALL_ID_LENGTH = 9
-# Roles that are not checked: all templates support user and assistant, and `tool_support` checks
-# tool.
+# Roles that `with_known_roles` does not check. All templates support user and assistant, and
+# `tool_support` checks tool.
 _PLAIN_ROLES = ("user", "assistant", "tool")
 
 
@@ -73,7 +74,7 @@ class ChatTemplate:
         self.tool_source = source if tool_source is None else tool_source
         self._special_tokens = special_tokens or {}
         self._writes_role = functools.lru_cache(maxsize=32)(self._find_role)
-        # Templates rely on the settings and functions of transformers.
+        # Set up Jinja as transformers does, because templates rely on these settings and functions.
         environment = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols, _Generation]
         )
@@ -95,18 +96,19 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: object,
     ) -> str:
-        """Return a chat as text, in the format that the model was trained on.
+        """Convert a chat to text, in the format on which the model was trained.
 
         Args:
-          messages: dicts with ``"role"`` and usually ``"content"``, oldest first, or pydantic
-            objects, such as the messages that openai's client returns. The content is a text or a
-            list of parts such as ``{"type": "text", "text": "Hi"}``. Fields that are None are
-            omitted. The arguments of a tool call are an object or its JSON text.
-          add_generation_prompt: whether the text ends with the opening of an answer.
-          continue_final_message: whether the text ends with the content of the last message, which
-            must be the assistant's, so that the model continues it.
-          **variables: further variables of the template, such as `tools`. Fields of tools and of
-            their functions that are None are omitted.
+          messages: messages of the chat, oldest first. Each is a dict with ``"role"`` and usually
+            ``"content"``, or a pydantic object, such as a message from the openai client. The
+            content is a string, or a list of parts such as ``{"type": "text", "text": "Hi"}``.
+            Fields that are None are omitted. The arguments of a tool call may be an object or JSON
+            text.
+          add_generation_prompt: whether to end the text with the beginning of an assistant message.
+          continue_final_message: whether to end the text with the content of the last message, so
+            that the model continues it. The last message must have the role assistant.
+          **variables: other variables of the template, such as `tools`. In tools, fields that are
+            None are omitted.
 
         Raises:
           ChatTemplateError: the messages are malformed, or the template rejects them.
@@ -129,11 +131,12 @@ class ChatTemplate:
         template = self._tool_template if tools else self._template
         try:
             return template.render(messages=chat, **variables)
-        # Catch any exception, because expressions in templates raise errors of any type.
+        # Expressions in templates may raise any type of exception, so catch all of them.
         except Exception as error:
             reason = " ".join(str(error).split())
-        # Try again with changes that some templates need: empty contents, because they concatenate
-        # the content of every message, and ids of calls of nine letters or digits.
+        # Try again with changes that some templates need. Some concatenate the content of every
+        # message, so it must not be missing. Some require tool-call ids of exactly nine letters or
+        # digits.
         for change in (_with_contents, _with_short_ids):
             changed = change(chat)
             if changed != chat:
@@ -145,7 +148,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _takes_parts(self) -> bool:
-        """Whether the template writes content given as parts, but not content given as text."""
+        """Whether the template requires a message's content to be a list of parts."""
         return not self._writes(_PROBE) and self._writes([{"type": "text", "text": _PROBE}])
 
     def _writes(self, content: object) -> bool:
@@ -158,16 +161,16 @@ class ChatTemplate:
     def with_known_roles(
         self, messages: Sequence[Mapping[str, object]]
     ) -> list[Mapping[str, object]]:
-        """Return the messages after checking that the template writes the role of each message.
+        """Check that the template supports the role of each message, and return the messages.
 
-        Many templates omit messages of roles that they do not know. OpenAI's role "developer"
-        becomes "system" if the template does not know it.
+        Many templates silently omit messages with unknown roles. If the template does not know
+        OpenAI's role "developer", the role is changed to "system".
 
         Args:
           messages: see `render`.
 
         Raises:
-          ChatTemplateError: the template omits messages of a role.
+          ChatTemplateError: the template would omit a message because of its role.
 
         Example:
           >>> template = ChatTemplate("{{ messages[-1].content }}")
@@ -195,7 +198,7 @@ class ChatTemplate:
         return message
 
     def _find_role(self, role: str, is_first: bool) -> bool | None:
-        """Return whether the template writes a message of a role; None if it rejects the chat."""
+        """Return whether the template writes messages with this role; None if it fails."""
         before = [] if is_first else [_USER, _ASSISTANT]
         try:
             text = self.render([*before, {"role": role, "content": _ROLE_PROBE}, _USER])
@@ -205,11 +208,11 @@ class ChatTemplate:
 
 
 def read_templates(folder: Path, config: Mapping[str, object]) -> tuple[str | None, str | None]:
-    """Return the chat template of a model and its template for tools, each None if missing.
+    """Return the sources of a model's chat template and of its template for tools, or None.
 
-    The files ``chat_template.jinja`` and ``additional_chat_templates/tool_use.jinja`` contain the
-    templates. Otherwise ``tokenizer_config.json`` contains a single template, or several by name,
-    where ``"tool_use"`` names the template for tools.
+    If the files ``chat_template.jinja`` and ``additional_chat_templates/tool_use.jinja`` exist,
+    they contain the templates. Otherwise, ``tokenizer_config.json`` contains a single template, or
+    several templates by name, of which ``"tool_use"`` is the template for tools.
 
     Args:
       folder: the folder of the model.
@@ -238,10 +241,10 @@ def read_templates(folder: Path, config: Mapping[str, object]) -> tuple[str | No
 
 
 def check_variables(variables: object) -> Mapping[str, object]:
-    """Check the template variables of a caller and return them.
+    """Check the template variables that a caller passes, and return them.
 
     Raises:
-      ChatTemplateError: they are not a dict, or a name is reserved.
+      ChatTemplateError: the variables are not a dict, or a name is reserved.
     """
     if variables is None:
         return {}
@@ -256,10 +259,10 @@ def check_variables(variables: object) -> Mapping[str, object]:
 
 
 class _Arguments(dict[str, Any]):
-    """Arguments of a tool call: the parsed object, which also acts as its original JSON text.
+    """Arguments of a tool call: a dict that becomes its JSON text if it is concatenated.
 
-    Most templates read an object. Other templates concatenate the arguments with text, and then get
-    the original JSON text.
+    Most templates expect an object. Others concatenate the arguments with strings, for which they
+    need the original JSON text.
     """
 
     def __init__(self, arguments: Mapping[str, object], text: str):
@@ -277,9 +280,9 @@ class _Arguments(dict[str, Any]):
 
 
 def _as_templates_expect(given: Any, takes_parts: bool) -> dict[str, Any]:
-    """Return a message in the form that templates expect: a dict without None fields.
+    """Convert a message to the form that templates expect: a dict without None values.
 
-    Its content becomes a single text, or a list of text parts if the template takes parts.
+    Its content becomes a single string, or a list of text parts if `takes_parts` is True.
     """
     message = as_data(given)
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -304,14 +307,15 @@ def _as_templates_expect(given: Any, takes_parts: bool) -> dict[str, Any]:
 
 
 def _with_contents(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages that all have a content, which may be empty."""
+    """Return the messages with an empty content if they have none."""
     return [{"content": "", **message} for message in chat]
 
 
 def _with_short_ids(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with ids of calls, and of their results, of nine letters or digits.
+    """Return the messages with tool-call ids of nine letters or digits.
 
-    An id always becomes the same short id, so that the prefix of a longer chat stays the same.
+    The ids in tool results are replaced, too. An id is always replaced by the same short id, so
+    that the beginning of the text does not change when the chat continues.
     """
 
     def shorten(item: Any, key: str) -> Any:
@@ -344,7 +348,7 @@ def _check_continuation(chat: Sequence[Mapping[str, Any]], add_generation_prompt
 
 
 def _with_mark(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with a mark at the end of its content."""
+    """Return a message with the marker `_CUT` at the end of its content."""
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": content + _CUT}
@@ -369,7 +373,7 @@ def as_data(value: Any) -> Any:
 
 
 def _without_nulls(tool: Any) -> Any:
-    """Return a tool without None fields, at the top and in its function."""
+    """Return a tool without fields that are None, neither in the tool nor in its function."""
     if not isinstance(tool, dict):
         return tool
     fields = {key: value for key, value in tool.items() if value is not None}
@@ -381,7 +385,7 @@ def _without_nulls(tool: Any) -> Any:
 
 
 def _with_arguments(call: Any) -> Any:
-    """Return a tool call with its arguments as an object, if they can be parsed."""
+    """Return a tool call whose arguments are parsed from JSON text, if possible."""
     if not isinstance(call, dict):
         return call
     if isinstance(call.get("function"), dict):
@@ -396,19 +400,19 @@ def _with_arguments(call: Any) -> Any:
     try:
         parsed = json.loads(arguments)
     except ValueError:
-        parsed = None  # the model's answer was cut short
+        parsed = None  # invalid JSON, because the answer was cut short
     return (
         {**call, "arguments": _Arguments(parsed, arguments)} if isinstance(parsed, dict) else call
     )
 
 
-# Names of the message field that contains the reasoning before the text. Each template reads one of
+# Names of the message field with the reasoning that precedes the text. Each template reads one of
 # them.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with its reasoning, if any, under the names that templates read."""
+    """Return the message with its reasoning, if any, under both names that templates read."""
     given = next((message[key] for key in _REASONING if message.get(key)), None)
     if given is None:
         return message
@@ -416,7 +420,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts_of(content: object) -> list[str]:
-    """Return the texts of a message's content."""
+    """Return the texts in a message's content, which is a string or a list of parts."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
@@ -426,9 +430,10 @@ def _texts_of(content: object) -> list[str]:
     return [_text_of_part(part) for part in content]
 
 
-# Fields with the text of each kind of part. Messages of the responses API name texts by direction.
+# For each type of content part, the field that contains the text. In the Responses API, the type
+# depends on the direction (input or output).
 _TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-# Beginnings of the kinds of parts that models with text alone cannot read.
+# Prefixes of the types of content parts that text models cannot read.
 _MEDIA = ("image", "input_image", "audio", "input_audio", "video", "file", "input_file")
 
 
@@ -449,10 +454,10 @@ def _text_of_part(part: object) -> str:
 
 
 class _Generation(ext.Extension):
-    """Jinja block ``{% generation %}``, which marks the model's text for training.
+    """Jinja extension for the block ``{% generation %}``, which marks text to train on.
 
-    The block has no effect here. Variables that are set inside are unknown after the block, as in
-    transformers.
+    The block does not change the text. As in transformers, variables that are set in the block are
+    not defined after it.
     """
 
     tags = {"generation"}

@@ -1,7 +1,8 @@
 """Generation defaults of a model, from the file ``generation_config.json``.
 
-Options that change the tokens that `transformers` generates are read, or rejected by name if they
-are not implemented. Options about the cache, the output and assisted generation are ignored.
+Options that influence which tokens transformers generates are read. If such an option is not
+implemented here, an error names it. Options about the cache, the output and assisted generation are
+ignored.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ DRAWING_OPTIONS = frozenset({"temperature", "top_p", "top_k", "min_p"})
 
 _COUNT = Number(int, {"ge": 1, "lt": 2**31}, "be an integer >= 1", "Remove it for no limit.")
 _LEAST = Number(int, {"ge": 0, "lt": 2**31}, "be an integer >= 0", "Use 0 for none.")
-# Unsupported options, with the values at which they have no effect.
+# Options that are not implemented, each with the values for which it has no effect.
 _UNSUPPORTED: Mapping[str, Collection[Any]] = {
     "constraints": ([],),
     "diversity_penalty": (0,),
@@ -52,16 +53,16 @@ _UNSUPPORTED_IF_DRAWN: Mapping[str, Collection[Any]] = {
 @short_repr
 @dataclasses.dataclass(frozen=True)
 class GenerationConfig:
-    """Generation defaults of a model.
+    """Generation defaults of a model, as recommended by its authors.
 
     Attributes:
       path: the file that was read; None if the folder has no such file.
       eos_token_ids: tokens that end a text.
-      sampling_defaults: recommended values by the names of `SamplingParams`, without
-        `DRAWING_OPTIONS` if the file does not say how to sample.
+      sampling_defaults: recommended values, by their names in `SamplingParams`. If the file does
+        not say how to sample, it contains none of the `DRAWING_OPTIONS`.
       suppress_tokens: tokens that are never generated.
       begin_suppress_tokens: tokens that must not be the first generated token.
-      bad_words_ids: tokens that are never generated, unless they are end tokens.
+      bad_words_ids: tokens that are never generated, except end tokens among them.
       sequence_bias: biases that are added to the logits, by token id.
     """
 
@@ -75,7 +76,7 @@ class GenerationConfig:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "GenerationConfig":
-        """Read ``generation_config.json`` of a model's folder, if there is one.
+        """Read ``generation_config.json`` in a model's folder; defaults if there is none.
 
         Raises:
           ValueError: the file is not JSON, an option is invalid, or an option that changes the
@@ -85,11 +86,11 @@ class GenerationConfig:
         return cls() if not path.is_file() else _Reader(path).read()
 
     def fill_in(self, given: Mapping[str, Any], otherwise: Mapping[str, Any]) -> dict[str, Any]:
-        """Return fields of `SamplingParams`: given fields override recommended fields.
+        """Complete fields of `SamplingParams` by the recommended values.
 
         Args:
-          given: fields that the caller has set.
-          otherwise: fallback for fields that `given` lacks, used if the file does not say how to
+          given: fields that the caller has set. They override the recommended values.
+          otherwise: values for missing fields that are used only if the file does not say how to
             sample.
         """
         fields = {**self.sampling_defaults, **given}
@@ -101,11 +102,11 @@ class GenerationConfig:
         return fields
 
     def token_bias(self, eos_token_ids: Collection[int], vocab_size: int) -> TokenBias:
-        """Return the token biases for a model.
+        """Return the biases of tokens that follow from suppressed tokens and `sequence_bias`.
 
         Args:
-          eos_token_ids: the model's end tokens.
-          vocab_size: V. Biases of tokens outside the vocabulary are dropped.
+          eos_token_ids: tokens that end a text.
+          vocab_size: vocabulary size (V). Biases of tokens outside of the vocabulary are dropped.
         """
 
         def known(token_ids: Collection[int]) -> list[int]:
@@ -120,7 +121,7 @@ class GenerationConfig:
 
 
 class _Reader:
-    """Reader of the options of a file. Each error message begins with the path."""
+    """Reader of ``generation_config.json``, whose error messages begin with the path."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -234,5 +235,5 @@ class _Reader:
 
 
 def _as_int(value: Any) -> Any:
-    """Convert floats with an integer value to int; return other values unchanged."""
+    """Convert a float with an integral value to int; return any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -1,7 +1,9 @@
 """Tokenizers of GGUF files, built for the `tokenizers` library.
 
-The files have the vocabulary, and merges or scores. The regular expressions that split texts into
-words are not in the file, only a name (`PRE_TOKENIZERS`). The tokens are the same as llama.cpp's.
+A GGUF file contains the vocabulary, and either merges (byte-level BPE) or scores (SentencePiece).
+It contains only the name of the rules that split texts into words, not the regular expressions
+themselves. `PRE_TOKENIZERS` has the rules for each name. Texts are converted to the same tokens as
+in llama.cpp.
 """
 
 import dataclasses
@@ -21,9 +23,10 @@ _PREFIX = "tokenizer.ggml."
 # Types of tokens in `token_type`.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece vocabularies
-# Far above any real vocabulary. `_merges` tries every split of every token.
+# This limit is far above the length of any real token. It is needed because `_merges` tries every
+# split of every token.
 _MAX_PIECE_LENGTH = 512
-# Special tokens by name, and the key of their ids.
+# For each special token of Hugging Face tokenizers, the key of its id in the file.
 _NAMED = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -33,14 +36,15 @@ _NAMED = {
     "mask_token": "mask_token_id",
 }
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Tokens that end an answer in the chat formats of common models. Many files name only some.
+# Tokens that end an answer in common chat formats. Files often list only some of them.
 _END_TOKENS = frozenset(
     (
         "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>",
         "<|return|>", "<|call|>", "<end_of_turn>", "<EOT>", "<｜end▁of▁sentence｜>",
     )
 )  # fmt: skip
-# Phi-3 drops spaces after all special tokens except these.
+# In these models, spaces after special tokens are dropped, except after the tokens in
+# `_PHI3_KEEPING`.
 _PHI3_NAMES = ("phi-3", "phi3")
 _PHI3_KEEPING = ("<unk>", "<s>", "<|endoftext|>")
 _SAMPLING = {
@@ -53,16 +57,16 @@ _SAMPLING = {
 
 
 def read_gguf_tokenizer(file: GgufFile) -> dict[str, Any]:
-    """Return the arguments of `Tokenizer` for a GGUF file.
+    """Read the tokenizer of a GGUF file; return the arguments of `Tokenizer` by name.
 
     Raises:
-      TokenizerError: the file has no tokenizer, or an unsupported tokenizer. The message names it.
+      TokenizerError: the file has no tokenizer, or its tokenizer is damaged or not supported.
     """
     return _TokenizerReader(file).read()
 
 
 class _TokenizerReader:
-    """Reader of the tokenizer of a file.
+    """Reader of the tokenizer in a GGUF file.
 
     Args:
       file: the GGUF file.
@@ -73,13 +77,13 @@ class _TokenizerReader:
         self._metadata = file.metadata
         tokens = self._get("tokens")
         if not isinstance(tokens, Texts) or not len(tokens):
-            raise self._error("tokens must be a list of texts")
-        # Name empty tokens as llama.cpp does.
+            raise self._error("tokens must be a list of strings that is not empty")
+        # Give empty tokens the same names as llama.cpp does.
         self._tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(tokens)]
         self._ids = {token: index for index, token in enumerate(self._tokens)}
         if len(self._ids) < len(self._tokens):
             twice = next(each for i, each in enumerate(self._tokens) if self._ids[each] != i)
-            raise self._error(f"tokens must differ, got {twice!r} twice")
+            raise self._error(f"tokens must be distinct, got {twice!r} more than once")
         types = self._get("token_type")
         self._types = self._numbers("token_type", np.full(len(tokens), _NORMAL), types)
 
@@ -92,7 +96,7 @@ class _TokenizerReader:
         elif kind == "llama":
             backend, adds_bos = self._sentencepiece(), True
         else:
-            raise self._error(f"model {kind!r} is not supported, only 'gpt2' and 'llama'")
+            raise self._error(f"model must be 'gpt2' or 'llama', got {kind!r}")
         end_ids = self._end_ids()
         self._add_special_tokens(backend, end_ids)
         special = {name: self._token(key) for name, key in _NAMED.items()}
@@ -110,15 +114,15 @@ class _TokenizerReader:
         }
 
     def _byte_level(self) -> tuple[tokenizers.Tokenizer, bool]:
-        """Return a byte-level BPE tokenizer, and whether it adds BOS by default."""
+        """Build a byte-level BPE tokenizer; also return whether it adds BOS by default."""
         name = self._get("pre") or "default"
         pre = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
         if pre is None:
             known = ", ".join(PRE_TOKENIZERS)
-            raise self._error(f"pre {name!r} is not supported, only {known}")
+            raise self._error(f"pre must be one of {known}, got {name!r}")
         merges = self._get("merges")
         if not isinstance(merges, Texts):
-            raise self._error("merges must be a list of texts")
+            raise self._error("merges must be a list of strings")
         backend = tokenizers.Tokenizer(
             models.BPE(self._ids, self._pairs(merges), ignore_merges=pre.ignores_merges)
         )
@@ -127,9 +131,13 @@ class _TokenizerReader:
         return backend, pre.adds_bos
 
     def _pairs(self, merges: Texts) -> list[tuple[str, str]]:
-        """Return the merges of tokens in the vocabulary; llama.cpp ignores all others."""
+        """Split merges into pairs of tokens, and drop those with tokens outside the vocabulary.
+
+        llama.cpp drops the same merges.
+        """
         ids = self._ids
-        # A merge is two tokens with a space between them. Tokens spell spaces by other characters.
+        # A merge is written as two tokens with a space between them. Spaces in tokens are written
+        # as another character.
         pairs = [merge.partition(" ") for merge in merges]
         return [(a, b) for a, _, b in pairs if a in ids and b in ids and a + b in ids]
 
@@ -139,7 +147,7 @@ class _TokenizerReader:
             raise self._error("scores must be finite")
         unknown = self._token("unknown_token_id", 0)
         if not {f"<0x{byte:02X}>" for byte in range(256)} <= self._ids.keys():
-            raise self._error("tokens must have a token for each byte")
+            raise self._error("tokens must include a token for each byte, <0x00> to <0xFF>")
         backend = tokenizers.Tokenizer(
             models.BPE(
                 self._ids, self._merges(scores), unk_token=unknown, fuse_unk=True,
@@ -156,7 +164,7 @@ class _TokenizerReader:
         return backend
 
     def _merges(self, scores: np.ndarray) -> list[tuple[str, str]]:
-        """Return all pairs of tokens that form a token, in the order of its score."""
+        """Return all pairs of tokens whose concatenation is a token, by descending token score."""
         ids, types = self._ids, self._types
         excluded = (_UNKNOWN, _CONTROL, _BYTE)
         pairs: list[tuple[str, str]] = []
@@ -166,7 +174,8 @@ class _TokenizerReader:
                 continue
             if len(token) > _MAX_PIECE_LENGTH:
                 raise self._error(
-                    f"tokens must have at most {_MAX_PIECE_LENGTH} characters, got {len(token)}"
+                    f"tokens must have at most {_MAX_PIECE_LENGTH} characters each, got "
+                    f"{len(token)}"
                 )
             for at in range(1, len(token)):
                 left, right = token[:at], token[at:]
@@ -177,7 +186,7 @@ class _TokenizerReader:
     def _read_json(self, text: Any) -> tokenizers.Tokenizer:
         try:
             return tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises no more specific error
+        except Exception as error:  # the library raises plain exceptions
             raise TokenizerError(f"{self._path}: tokenizer.huggingface.json: {error}.") from None
 
     def _add_special_tokens(self, backend: tokenizers.Tokenizer, end_ids: list[int]) -> None:
@@ -201,7 +210,7 @@ class _TokenizerReader:
     def _add_ends(
         self, backend: tokenizers.Tokenizer, named: Mapping[str, str], adds_bos: bool
     ) -> None:
-        """Make the tokenizer add BOS and EOS to texts, if the file says so."""
+        """Make the tokenizer add BOS and EOS to texts, as the file or `adds_bos` determines."""
         before, after = [], []
         if _flag(self._get("add_bos_token"), adds_bos) and "bos_token" in named:
             before = [named["bos_token"]]
@@ -213,14 +222,15 @@ class _TokenizerReader:
     def _end_ids(self) -> list[int]:
         """Return the ids of the tokens that end an answer."""
         found = {self._ids[token] for token in _END_TOKENS & self._ids.keys()}
-        # In the format of gpt-oss, <|end|> ends a message, and the answer may go on.
+        # In the format of gpt-oss, <|end|> ends a message, but the answer may consist of several
+        # messages.
         if {"<|return|>", "<|call|>"} <= self._ids.keys():
             found.discard(self._ids.get("<|end|>", -1))
         found |= {each for key in _END_KEYS if (each := self._id(key)) is not None}
         return sorted(found)
 
     def _sampling_defaults(self) -> dict[str, Any]:
-        """Return the sampling parameters that the file recommends."""
+        """Return the sampling parameters that the file recommends, by name."""
         defaults = {}
         for key, name in _SAMPLING.items():
             key = f"general.sampling.{key}"
@@ -237,7 +247,8 @@ class _TokenizerReader:
             return default
         if not is_int(value):
             raise self._error(f"{key} must be an integer, got {value!r}")
-        # llama.cpp also ignores ids outside of the vocabulary. Some files have -1 for no token.
+        # llama.cpp also ignores ids outside of the vocabulary. Some files use -1 for a missing
+        # token.
         return value if 0 <= value < len(self._tokens) else default
 
     def _token(self, key: str, default: int | None = None) -> str | None:
@@ -245,11 +256,16 @@ class _TokenizerReader:
         return None if index is None else self._tokens[index]
 
     def _numbers(self, key: str, default: np.ndarray | None, value: Any) -> np.ndarray:
-        """Check that `value` has a number for each token, and return it; None becomes `default`."""
+        """Return `value`, after checking that it has a number for each token.
+
+        If `value` is None, return `default`.
+        """
         if value is None and default is not None:
             return default
         if not isinstance(value, np.ndarray) or len(value) < len(self._tokens):
-            raise self._error(f"{key} must be a list of {len(self._tokens)} numbers")
+            raise self._error(
+                f"{key} must be a list with a number for each of the {len(self._tokens)} tokens"
+            )
         return value[: len(self._tokens)]
 
     def _get(self, key: str) -> Any:
@@ -267,8 +283,8 @@ def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-# Rules that split a text into words before byte pairs are merged, by their names in GGUF files.
-# They are regular expressions of the tokenizers that the models were trained with.
+# Rules that split a text into words before byte pairs are merged, by the names that GGUF files use.
+# The regular expressions are those of the tokenizers with which the models were trained.
 
 _SPACES = r"\s+(?!\S)|\s+"
 _GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
@@ -276,7 +292,7 @@ _SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 
 
 def _cl100k(digits: str) -> str:
-    """Return the expression of GPT-4's tokenizer, with another number of digits per word."""
+    """Return the regular expression of GPT-4's tokenizer; `digits` matches words of digits."""
     return (
         rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
         rf"|\s*[\r\n]+|{_SPACES}"
@@ -284,7 +300,11 @@ def _cl100k(digits: str) -> str:
 
 
 def _o200k(digits: str, suffixes: str) -> str:
-    """Return the expression of GPT-4o's tokenizer, which splits words before capital letters."""
+    """Return the regular expression of GPT-4o's tokenizer, with expressions for some words.
+
+    It splits words before capital letters. `digits` matches words of digits, and `suffixes` matches
+    suffixes such as "'s".
+    """
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     lead = r"[^\r\n\p{L}\p{N}]?"
     return (
@@ -295,13 +315,13 @@ def _o200k(digits: str, suffixes: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class PreTokenizer:
-    """Rules by which a kind of byte-level tokenizer splits texts into words.
+    """Rules by which a byte-level tokenizer splits texts into words.
 
     Attributes:
-      expressions: regular expressions, applied one after the other.
-      ignores_merges: whether a word that is a token becomes this token, even if merges would not
-        lead to it.
-      adds_bos: whether texts start with BOS if the file does not say it.
+      expressions: regular expressions that match words. They are applied one after the other.
+      ignores_merges: whether a word that is in the vocabulary becomes one token, even if the merges
+        would split it.
+      adds_bos: whether BOS is added before texts, if the file does not say it.
     """
 
     expressions: tuple[str, ...]
@@ -309,7 +329,7 @@ class PreTokenizer:
     adds_bos: bool = False
 
     def build(self) -> pre_tokenizers.PreTokenizer:
-        """Return the pre-tokenizer of the `tokenizers` library."""
+        """Return these rules as a pre-tokenizer of the `tokenizers` library."""
         splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in self.expressions]
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         return pre_tokenizers.Sequence([*splits, byte_level])

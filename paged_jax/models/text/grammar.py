@@ -1,9 +1,9 @@
-"""Grammars over tokens, for structured outputs.
+"""Grammars that restrict the tokens of structured outputs.
 
-A constraint says which texts a request allows: a `StructuredOutputsParams`. llguidance, from the
-extra ``structured``, compiles a constraint to a grammar and computes the allowed tokens. This
-module follows sequences of tokens with llguidance's matchers. A matcher holds a position in a
-grammar.
+A constraint (`StructuredOutputsParams`) describes the texts that a request allows. The library
+llguidance (extra ``structured``) compiles a constraint to a grammar, and computes which tokens may
+come next. A matcher of llguidance is a position in a grammar. This module advances matchers over
+the tokens of sequences.
 """
 
 import functools
@@ -33,26 +33,28 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Maximum number of grammars kept for later requests. At most _NUM_LONG of them may have a source of
+# Maximum number of grammars that the cache keeps. At most _NUM_LONG of them may have a source of
 # more than _LONG characters, because such a grammar can take a hundred megabytes.
 _NUM_KEPT, _NUM_LONG, _LONG = 64, 8, 4096
-# Maximum number of characters of a constraint. llguidance recurses for nested rules and references,
-# with up to 500 bytes of stack per character, and aborts the process when the stack overflows.
+# Maximum number of characters of a constraint. llguidance is recursive for nested rules and
+# references. It needs up to 500 bytes of stack per character, and aborts the process if the stack
+# overflows.
 _MAX_CHARS = 2**17
 _STACK_PER_CHAR, _LEAST_STACK = 2048, 2**24
-# Limit on llguidance's work to build a lexer ("fuel"), a twentieth of its default. With the
-# default, 10,000 optional letters in a row take 200 MB.
+# Limit on llguidance's work to build a lexer, in its unit "fuel". It is a twentieth of llguidance's
+# default, with which a constraint of 10,000 optional letters in a row takes 200 MB.
 _LEXER_FUEL = 50_000
 _PLAIN = SamplingParams()
 _STACK_LOCK = threading.Lock()
 
 
 class GrammarCompiler:
-    """Thread-safe compiler of constraints (`StructuredOutputsParams`) to grammars, with a cache.
+    """Thread-safe compiler of `StructuredOutputsParams` to grammars, with a cache.
 
     Args:
-      backend: the model's tokenizer, see `Tokenizer.backend`. None rejects every constraint.
-      vocab_size: V, number of tokens of the model.
+      backend: the model's tokenizer, see `Tokenizer.backend`. If it is None, every constraint is
+        rejected.
+      vocab_size: vocabulary size of the model (V).
       eos_token_ids: tokens that end a text.
     """
 
@@ -67,29 +69,30 @@ class GrammarCompiler:
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._kept: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
-        # All grammars in use: the grammars in `_kept`, and evicted grammars that requests still
-        # hold.
+        # All grammars in use: the grammars in `_kept`, and grammars that the cache has evicted, but
+        # that requests still use.
         self._alive = weakref.WeakValueDictionary[StructuredOutputsParams, Grammar]()
 
     def compile(self, constraint: StructuredOutputsParams) -> "Grammar":
-        """Return the grammar of a constraint, compiled or from the cache.
+        """Return the grammar of a constraint from the cache, or compile it.
 
         Raises:
           ArgumentError: llguidance rejects the constraint, or the constraint is too large; or the
             model has no tokenizer or no end token, or llguidance is not installed.
 
-        Cost: milliseconds, seconds for a large schema. The first call also reads the vocabulary.
+        Compiling takes milliseconds, or seconds for a large schema. The first call also reads the
+          vocabulary.
         """
         grammar = self._alive.get(constraint)
         if grammar is None:
-            # Compile without the lock, because compiling can take seconds.
+            # Compile without holding the lock, because compiling can take seconds.
             grammar = self._compile(constraint)
         with self._lock:
             self._keep(constraint, grammar)
         return grammar
 
     def check(self, constraint: StructuredOutputsParams) -> None:
-        """Check that a constraint compiles. The grammar is not kept.
+        """Check that a constraint can be compiled, without keeping the grammar.
 
         Raises:
           ArgumentError: see `compile`.
@@ -97,7 +100,7 @@ class GrammarCompiler:
         self._compile(constraint)
 
     def check_available(self) -> None:
-        """Check that grammars are available for this model.
+        """Check that grammars can be used with this model.
 
         Raises:
           ArgumentError: the model has no tokenizer or no end token, or llguidance is not
@@ -130,7 +133,7 @@ class GrammarCompiler:
         try:
             matcher = _with_stack(stack, lambda: _matcher(tokenizer, constraint))
         except RecursionError:
-            raise _error("cannot be compiled: it is nested too deeply") from None
+            raise _error("cannot be compiled, because it is nested too deeply") from None
         except ValueError as error:
             raise _error(f"cannot be compiled: {_reason(error)}") from None
         return Grammar(tokenizer, matcher, self._eos_token_ids, num_chars, unforced)
@@ -165,14 +168,14 @@ class GrammarCompiler:
 
 
 class Grammar:
-    """A compiled grammar, shared between sequences.
+    """A compiled grammar, which several sequences may share.
 
     Args:
-      tokenizer: the tokenizer of llguidance.
+      tokenizer: llguidance's representation of the tokenizer.
       matcher: llguidance's matcher before the first token.
       eos_token_ids: tokens that end a text.
-      num_chars: number of characters of the source.
-      unforced: function that returns a matcher of the same grammar that forces no tokens, see
+      num_chars: number of characters of the constraint.
+      unforced: function that returns a matcher of the same grammar that does not force tokens, see
         `GrammarCursor`.
     """
 
@@ -191,14 +194,14 @@ class Grammar:
         self.num_chars = num_chars
 
     def start(self) -> "LLMatcher":
-        """Return a new matcher before the first token."""
+        """Return a new matcher that is positioned before the first token."""
         return self._matcher.deep_copy()
 
     def start_unforced(self) -> "LLMatcher":
-        """Return a new matcher that forces no tokens and allows every tokenization of a text.
+        """Return a new matcher that does not force tokens, and allows any tokenisation of a text.
 
         Raises:
-          ValueError: llguidance cannot compile the grammar without forced tokens.
+          ValueError: llguidance cannot compile such a grammar.
         """
         return self._unforced.deep_copy()
 
@@ -211,19 +214,22 @@ class GrammarCursor:
     """Position of a sequence of tokens in a grammar. Not thread-safe.
 
     If the grammar allows only one text to come next, the tokens of this text are forced: the model
-    does not choose them. llguidance chooses the tokens that spell the text. They depend only on the
-    tokens before them. A tokenizer that changes texts, for example by removing spaces, may have no
-    tokens that spell the forced text. In that case, the model chooses all further tokens.
+    does not choose them. llguidance chooses the tokens whose text is the forced text. They depend
+    only on the tokens before them. A tokenizer that changes texts, for example by removing spaces,
+    may not be able to represent the forced text. In this case, the model chooses all of the
+    following tokens.
 
     Args:
       grammar: the grammar.
-      params: `min_tokens`, `stop_token_ids` and `ignore_eos` restrict the end of the text.
+      params: parameters of the request, of which `min_tokens`, `stop_token_ids` and `ignore_eos`
+        are used.
 
     Attributes:
-      forced: the forced next tokens, including an end token if nothing else can follow.
-      is_over: whether an end token has come. Later text is not restricted.
-      failure: error message if the grammar became too complex; None otherwise. After a failure an
-        end token is forced.
+      forced: tokens that are forced to come next. The last is an end token if the text must end
+        there.
+      is_over: whether an end token has been generated. Tokens after it are not restricted.
+      failure: error message if llguidance failed, for example because the grammar became too
+        complex; None otherwise. After a failure, an end token is forced.
     """
 
     def __init__(self, grammar: Grammar, params: SamplingParams = _PLAIN):
@@ -232,7 +238,7 @@ class GrammarCursor:
         self.reset()
 
     def reset(self) -> None:
-        """Return to the position before the first token."""
+        """Reset the position to the beginning, before the first token."""
         self.forced: list[int] = []
         self.failure: str | None = None
         self.is_over = False
@@ -242,7 +248,7 @@ class GrammarCursor:
         self._matcher = self._grammar.start()
 
     def follow(self, token_ids: Sequence[int], start: int) -> None:
-        """Advance over the tokens generated since the last call, and update `forced`.
+        """Advance over the tokens that were generated since the last call, and update `forced`.
 
         Args:
           token_ids: all tokens of the sequence, including the prompt.
@@ -268,11 +274,11 @@ class GrammarCursor:
 
     @property
     def ends(self) -> bool:
-        """Whether the last forced token ends the text."""
+        """Whether the last forced token is an end token."""
         return bool(self.forced) and self.forced[-1] in self._grammar.eos_token_ids
 
     def _find_forced(self) -> None:
-        """Set `forced`, and let the matcher consume the forced tokens."""
+        """Find the tokens that are forced next, and advance the matcher over them."""
         self.forced = []
         if self._is_forced:
             forced = _forced_tokens(self._grammar.tokenizer, self._matcher)
@@ -288,7 +294,7 @@ class GrammarCursor:
             self.forced.append(self._grammar.eos_token_ids[0])
 
     def _stop_forcing(self) -> None:
-        """Continue with a matcher that forces no tokens, so that the model chooses all of them."""
+        """Replace the matcher by one at the same position that does not force tokens."""
         self._is_forced = False
         try:
             self._matcher = self._grammar.start_unforced()
@@ -303,13 +309,13 @@ class GrammarCursor:
         self.failure = f"the grammar could not be followed: {reason}"
 
     def write_mask(self, words: np.ndarray) -> None:
-        """Write the mask of the tokens that may follow the forced tokens.
+        """Write the mask of the tokens that may come after the forced tokens.
 
         Args:
-          words: i32[ceil(V / 32)], the array to write. Bit ``t % 32`` of word ``t // 32`` is set if
-            token t may follow.
+          words: array to write the mask to, i32[ceil(V / 32)]. Bit ``t % 32`` of word ``t // 32``
+            is set if token t is allowed.
         """
-        if self.ends:  # with ignore_eos, text after the end is not restricted
+        if self.ends:  # with ignore_eos, tokens after the end are not restricted
             words[:] = -1
             return
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
@@ -323,7 +329,7 @@ class GrammarCursor:
         self._hold_ends_back(words)
 
     def _hold_ends_back(self, words: np.ndarray) -> None:
-        """Remove tokens that would end the text too early, unless no other token may follow."""
+        """Forbid tokens that end the text before `min_tokens`, if others are allowed."""
         params = self._params
         index = (self._num_followed or 0) + len(self.forced)
         if index >= params.min_tokens or self.failure is not None:
@@ -337,10 +343,11 @@ class GrammarCursor:
 
 
 def _matcher(tokenizer: "LLTokenizer", constraint: StructuredOutputsParams) -> "LLMatcher":
-    """Return a matcher of the constraint, positioned before the first token.
+    """Return a matcher of a constraint that is positioned before the first token.
 
-    Labels (see `grammar_source`) get fuel beyond `_LEXER_FUEL`, because their cost is linear. The
-    rest of the constraint must stay within `_LEXER_FUEL`.
+    A constraint with many labels (see `grammar_source`) gets more fuel than `_LEXER_FUEL`, because
+    the cost of labels is linear. Without its labels, the constraint must not need more than
+    `_LEXER_FUEL`.
 
     Raises:
       ValueError: llguidance rejects the constraint, or the constraint is too large.
@@ -355,7 +362,7 @@ def _matcher(tokenizer: "LLTokenizer", constraint: StructuredOutputsParams) -> "
 
 
 def _unforced_matcher(tokenizer: "LLTokenizer", constraint: StructuredOutputsParams) -> "LLMatcher":
-    """Return a matcher that forces no tokens. The caller must check `is_error`."""
+    """Return a matcher that does not force tokens. The caller must check `is_error`."""
     text = constraint_text(constraint)
     labels, _ = split_labels(constraint, text)
     source = unforced_source(constraint_source(constraint, text))
@@ -363,14 +370,16 @@ def _unforced_matcher(tokenizer: "LLTokenizer", constraint: StructuredOutputsPar
 
 
 def _compiled(tokenizer: "LLTokenizer", source: str, fuel: int) -> "LLMatcher":
-    """Return a matcher of llguidance's source, after computing a first mask to find errors.
+    """Return a matcher of llguidance's grammar `source`, after checking it for errors.
+
+    The check includes computing the first mask, because some errors appear only then.
 
     Raises:
-      ValueError: llguidance rejects the source, or cannot compute the mask.
+      ValueError: llguidance rejects the source, or cannot compute the first mask.
     """
     matcher = _new_matcher(tokenizer, source, fuel)
     first = matcher
-    if not matcher.is_error():  # some errors appear only when the first mask is computed
+    if not matcher.is_error():  # some errors appear only then
         first = matcher.deep_copy()
         forced = _forced_tokens(tokenizer, first)
         if forced is None:
@@ -385,7 +394,7 @@ def _compiled(tokenizer: "LLTokenizer", source: str, fuel: int) -> "LLMatcher":
 
 
 def _new_matcher(tokenizer: "LLTokenizer", source: str, fuel: int) -> "LLMatcher":
-    """Return a matcher before the first token. The caller must check `is_error`."""
+    """Return a matcher before the first token, without checks. Callers must check `is_error`."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(initial_lexer_fuel=fuel)
@@ -393,7 +402,10 @@ def _new_matcher(tokenizer: "LLTokenizer", source: str, fuel: int) -> "LLMatcher
 
 
 def _forced_tokens(tokenizer: "LLTokenizer", matcher: "LLMatcher") -> list[int] | None:
-    """Return the tokens of the text that must come next; None if they do not spell that text."""
+    """Return the tokens of the text that is forced next.
+
+    The result is None if the tokenizer cannot represent this text.
+    """
     text = matcher.compute_ff_bytes()
     # Check all of the text, not only the forced tokens: masks also depend on the text after them.
     if text and tokenizer.decode_bytes(tokenizer.tokenize_bytes(text)) != text:
@@ -407,7 +419,7 @@ def _forced_tokens(tokenizer: "LLTokenizer", matcher: "LLMatcher") -> list[int] 
 def _with_stack(size: int, function: Callable[[], T]) -> T:
     """Call a function in a thread with a stack of `size` bytes, and return its result.
 
-    The stack reserves address space; memory is allocated only for the part in use.
+    A large stack only reserves address space. Memory is allocated for the used part only.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -432,7 +444,7 @@ def _with_stack(size: int, function: Callable[[], T]) -> T:
 
 
 def _bits(token_ids: Iterable[int], size: int) -> np.ndarray:
-    """Return the mask with the bits of some tokens set, i32[size]."""
+    """Return a mask, i32[size], in which only the bits of the given tokens are set."""
     words = np.zeros(size, np.uint32)
     for token_id in token_ids:
         words[token_id // 32] |= np.uint32(1 << token_id % 32)
@@ -444,7 +456,7 @@ def _has(words: np.ndarray, token_id: int) -> bool:
 
 
 def _reason(error: object) -> str:
-    """Return llguidance's error message in one line, without its state."""
+    """Return llguidance's error message as one line, without the parser state in it."""
     return " ".join(str(error).partition("\n<state>")[0].split())
 
 

@@ -1,8 +1,8 @@
-"""Sources of grammars for llguidance, from structured outputs and JSON schemas.
+"""Conversion of constraints and JSON schemas to the grammar sources of llguidance.
 
-A *label* is one of the alternative constants of a choice: an item of ``choice`` or of a schema's
+A *label* is one of several alternative constants: an item of ``choice``, an item of a schema's
 ``enum``, or a ``const`` in a union such as ``anyOf``. *Fuel* is llguidance's unit for the work to
-build a lexer; a grammar that needs more than its limit is rejected.
+build a lexer. llguidance rejects a grammar that needs more fuel than the given limit.
 """
 
 import json
@@ -16,10 +16,10 @@ from paged_jax.sampling.params import StructuredOutputsParams
 MANY_LABELS = 1000
 """Number of labels above which llguidance may work longer on a constraint, see `label_fuel`."""
 _LABELS = re.compile(r'"(enum|anyOf|oneOf)"\s*:\s*(?=\[)')
-# The keys of a label in a union: {"const": "a", "title": "The first"}.
+# Keys that a label in a union may have, as in {"const": "a", "title": "The first"}.
 _LABEL_KEYS = {"const", "type", "title", "description"}
-# Maximum number of characters to read of unions that contain no labels, as a multiple of the text's
-# length.
+# Limit on the characters that are parsed in unions without labels, as a multiple of the length of
+# the text.
 _MAX_WASTE = 8
 # Characters that JSON escapes.
 _ESCAPED = re.compile(r'["\\\x00-\x1f\x7f]')
@@ -35,9 +35,10 @@ The names of properties are then forced, and a model cannot fill the context wit
 
 
 def constraint_text(constraint: StructuredOutputsParams) -> str:
-    """Return the text of a constraint: a regular expression, a Lark grammar or a JSON schema."""
+    """Return a constraint as a regular expression, a Lark grammar, or a JSON schema."""
     if constraint.choice is not None:
-        # A single terminal, because llguidance allows at most 2,000 alternatives in a rule.
+        # Use one terminal for all items, because llguidance allows at most 2,000 alternatives in a
+        # rule.
         return f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, constraint.choice))}"
     if constraint.regex is not None or constraint.grammar is not None:
         return str(constraint.regex or constraint.grammar)
@@ -47,7 +48,9 @@ def constraint_text(constraint: StructuredOutputsParams) -> str:
 
 
 def constraint_rule(constraint: StructuredOutputsParams) -> str:
-    r"""Return the right side of a rule of a Lark grammar that accepts the texts of a constraint.
+    r"""Convert a constraint to the right side of a rule in a Lark grammar.
+
+    The rule accepts the same texts as the constraint.
 
     Example:
       >>> constraint_rule(StructuredOutputsParams(regex=r"a/b\/c"))
@@ -66,12 +69,12 @@ def constraint_rule(constraint: StructuredOutputsParams) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return a text as a string of a Lark grammar."""
+    """Return a text as a quoted string for a Lark grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def constraint_source(constraint: StructuredOutputsParams, text: str) -> str:
-    """Return the llguidance grammar of a constraint, given the result of `constraint_text`."""
+    """Return llguidance's grammar source for a constraint. `text` is its `constraint_text`."""
     from llguidance import LLMatcher
 
     if constraint.regex is not None:
@@ -82,9 +85,10 @@ def constraint_source(constraint: StructuredOutputsParams, text: str) -> str:
 
 
 def unforced_source(source: str) -> str:
-    """Return a source that allows all tokens that spell a forced text, not only one spelling.
+    """Return a grammar source with which llguidance does not force tokens.
 
-    By default llguidance's masks allow only the token that the tokenizer would choose.
+    By default, if only one text can come next, llguidance's masks allow only the token that the
+    tokenizer would choose. With this source, they allow every token with which the text can begin.
     """
     text = source
     if source.startswith('{"grammars"'):
@@ -94,7 +98,7 @@ def unforced_source(source: str) -> str:
 
 
 def without_descriptions(constraint: StructuredOutputsParams) -> StructuredOutputsParams:
-    """Return a JSON constraint without the annotations of its schema."""
+    """Remove the annotations, such as descriptions, from the schema of a JSON constraint."""
     try:
         schema = json.dumps(without_annotations(json.loads(str(constraint.json))))
     except RecursionError:
@@ -103,9 +107,11 @@ def without_descriptions(constraint: StructuredOutputsParams) -> StructuredOutpu
 
 
 def split_labels(constraint: StructuredOutputsParams, text: str) -> tuple[Sequence[Any], str]:
-    """Return the labels of a constraint, and its text with a single label per enum or union.
+    """Find the labels of a constraint; also return its text with only one label per enum.
 
-    For a ``choice``, the text is returned unchanged. The module docstring defines labels.
+    The text keeps one label for each enum or union of labels.
+
+    For a ``choice``, it is returned unchanged. The module docstring defines labels.
     """
     if constraint.choice is not None:
         return constraint.choice, text
@@ -113,7 +119,7 @@ def split_labels(constraint: StructuredOutputsParams, text: str) -> tuple[Sequen
     shorter, end, num_wasted = "", 0, 0
     for match in _LABELS.finditer(text):
         start = match.end()
-        if start < end:  # this match is inside an enum that was already read
+        if start < end:  # inside an enum that was already parsed
             continue
         # Stop reading unions after a while: in a hostile schema with nested unions, each outer
         # union would read the inner unions again.
@@ -136,9 +142,9 @@ def split_labels(constraint: StructuredOutputsParams, text: str) -> tuple[Sequen
 
 
 def label_fuel(labels: Sequence[Any]) -> int:
-    """Return the fuel that a constraint gets for its labels, in addition to the usual limit.
+    """Return the additional fuel that a constraint gets because of its labels.
 
-    Measured: each label needs 13, plus 75 for each escaped character.
+    According to measurements, a label needs a fuel of 13, plus 75 for each escaped character.
     """
     if len(labels) <= MANY_LABELS:
         return 0

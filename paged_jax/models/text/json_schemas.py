@@ -1,10 +1,10 @@
-"""JSON schemas as trees: annotations, references, schemas joined with `allOf`, closed objects."""
+"""Simplification of JSON schemas: annotations, references, `allOf`, closed objects."""
 
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-# Keys for human readers, which do not affect validation.
+# Keys for human readers, which do not influence validation.
 _ANNOTATIONS = frozenset({
     "$comment", "$schema", "default", "deprecated", "description", "example", "examples",
     "readOnly", "title", "writeOnly",
@@ -15,12 +15,12 @@ _JOINED = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "if", "dependentSch
 
 
 class _SchemaKeys(NamedTuple):
-    """Keys of a schema with schemas in their values.
+    """Keys of a JSON schema whose values contain inner schemas.
 
     Attributes:
-      mappings: keys with a mapping from names to schemas.
-      lists: keys with a list of schemas.
-      single: keys with a single schema.
+      mappings: keys whose value is an object with a schema for each name.
+      lists: keys whose value is a list of schemas.
+      single: keys whose value is a schema.
     """
 
     mappings: tuple[str, ...]
@@ -28,7 +28,7 @@ class _SchemaKeys(NamedTuple):
     single: tuple[str, ...]
 
     def replace(self, schema: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
-        """Return the schema with each direct inner schema replaced by ``function(inner)``."""
+        """Replace each schema that is directly inside `schema` by ``function(inner)``."""
         new = dict(schema)
         for name, part in schema.items():
             if name in self.mappings and isinstance(part, Mapping):
@@ -40,8 +40,8 @@ class _SchemaKeys(NamedTuple):
         return new
 
 
-# `_ALL` has all keys of a schema that contain inner schemas. `close` also closes the inner schemas
-# under the keys of `_CLOSABLE`.
+# `_ALL` contains all keys with inner schemas. `_CLOSABLE` contains only the keys whose inner
+# schemas `close` closes, too.
 _CLOSABLE = _SchemaKeys(
     ("properties", "patternProperties", "$defs", "definitions"),
     ("anyOf", "oneOf", "prefixItems"),
@@ -58,9 +58,9 @@ _ALL = _SchemaKeys(
 
 
 def without_annotations(schema: Any) -> Any:
-    """Return a schema without descriptions, titles, defaults and other annotations.
+    """Remove descriptions, titles, defaults and other annotations from a schema.
 
-    Both schemas accept the same texts. Annotations can be most of a schema.
+    The result accepts the same texts. Annotations can be the largest part of a schema.
 
     Example:
       >>> without_annotations({"title": "T", "properties": {"title": {"description": "It."}}})
@@ -73,15 +73,15 @@ def without_annotations(schema: Any) -> Any:
 
 
 def close(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Forbid properties that a schema does not name, unless the schema says otherwise.
+    """Forbid properties that a schema does not list, unless it allows or forbids them itself.
 
-    Frameworks usually generate schemas that allow further properties, and an unsure model would
-    write further properties until the context is full. Every text that matches the closed schema
-    matches the given schema.
+    Schemas that frameworks generate usually allow additional properties. An unsure model would then
+    write additional properties until the context is full. Every text that matches the closed schema
+    also matches the given schema.
 
-    The objects of an `allOf` are merged first. A schema is left unchanged if it says which further
-    properties are allowed, or if it still combines several descriptions of an object. These could
-    contradict each other when closed.
+    First, the objects in each `allOf` are merged. If the schema still combines several descriptions
+    of an object after that, it is not closed, because closed descriptions could contradict each
+    other. Objects that state which additional properties are allowed are not changed.
 
     Example:
       >>> close({"type": "object", "properties": {"a": {"type": "null"}}})
@@ -113,21 +113,22 @@ def _closed(schema: Any) -> Any:
     return new
 
 
-# Keys of the objects that `merged` joins. Annotations and definitions are allowed too.
+# Keys of the objects that `merged` can join. They may also have annotations and definitions.
 _OBJECT_KEYS = {"type", "properties", "required", "additionalProperties"}
 DEFINITIONS = ("$defs", "definitions")
 """Keys of a schema with definitions that its other parts may refer to."""
-# Keys of a schema that stay in it when its parts are merged.
+# Keys that are kept in a schema when its parts are joined.
 _KEPT = frozenset((*DEFINITIONS, "x-guidance"))
-# Maximum size of the merged schema, as a multiple of the size of the schema.
+# Maximum number of characters that merging may add by repeating definitions, as a multiple of the
+# size of the schema.
 _MAX_GROWTH = 4
 
 
 def merged(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Join each `allOf` of plain objects to one object, and each reference with its siblings.
+    """Join the objects in each `allOf` to one, and references with the keys beside them.
 
-    Both schemas accept the same texts. Objects with keys that `_OBJECT_KEYS` lacks are not joined,
-    and neither are recursive objects.
+    The result accepts the same texts. Recursive objects, and objects with keys that are not in
+    `_OBJECT_KEYS`, are not joined.
 
     Example:
       >>> parts = [{"properties": {name: {}}, "required": [name]} for name in "ab"]
@@ -141,14 +142,14 @@ def merged(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _TooLargeError(Exception):
-    """The merged schema would be too large, because it repeats definitions."""
+    """Error for a merged schema that would be too large, because it repeats definitions."""
 
 
 class _Merger:
-    """Merger of the parts of a schema.
+    """Implementation of `merged` for one schema.
 
     Args:
-      root: the whole schema, to which local references refer.
+      root: the whole schema, in which local references are looked up.
     """
 
     def __init__(self, root: Any):
@@ -157,7 +158,7 @@ class _Merger:
         self._active: list[str] = []  # references to the schemas that are being merged
 
     def merge(self, schema: Any) -> Any:
-        """Return a schema with all its parts merged, if possible."""
+        """Return a schema in which the objects of each `allOf` are joined, if possible."""
         if not isinstance(schema, Mapping):
             return schema
         new = _ALL.replace(schema, self.merge)
@@ -181,12 +182,12 @@ class _Merger:
         return {**self._joined(found), **kept} if len(found) == len(objects) else new
 
     def _object(self, part: Any, *, is_beside: bool = False) -> dict[str, Any] | None:
-        """Return a description of an object that can be joined with others; None if it cannot.
+        """Return an object schema if it can be joined with others, otherwise None.
 
         Args:
-          part: the description, or a reference to it.
-          is_beside: whether `part` consists of the keys beside an `allOf`, which may forbid further
-            properties.
+          part: the schema, or a reference to it.
+          is_beside: whether `part` consists of the keys beside an `allOf`. Only these may forbid
+            additional properties.
         """
         reference = part.get("$ref") if isinstance(part, Mapping) else None
         if isinstance(reference, str) and not part.keys() - {"$ref"} - _ANNOTATIONS:
@@ -208,7 +209,7 @@ class _Merger:
         return found if is_object else None
 
     def _target(self, reference: str) -> dict[str, Any] | None:
-        """Return the object that a local reference refers to; None if it cannot be joined."""
+        """Return the object schema to which a reference points, or None, like `_object`."""
         target = resolve({"$ref": reference}, self._root)
         if target is None or reference in self._active:
             return None
@@ -223,7 +224,7 @@ class _Merger:
         return found
 
     def _joined(self, objects: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return an object with the properties and required properties of all objects."""
+        """Return an object schema with all properties and required properties of the given ones."""
         new: dict[str, Any] = {}
         properties: dict[str, Any] = {}
         required: dict[str, None] = {}
@@ -240,14 +241,17 @@ class _Merger:
 
 
 def resolve(schema: Any, root: Any) -> Any:
-    """Return the schema to which a plain local reference refers; other schemas are unchanged.
+    """Follow plain local references, and return the schema to which they lead.
+
+    A plain reference is a schema with no key but ``$ref``, except annotations. Other schemas are
+    returned unchanged.
 
     Args:
       schema: a schema, which may be ``{"$ref": "#/..."}``.
       root: the schema with the definitions.
 
     Returns:
-      A schema that is no plain reference; None if the reference points to nothing.
+      A schema that is not a plain reference; None if a reference cannot be resolved.
 
     Example:
       >>> resolve({"$ref": "#/$defs/a"}, {"$defs": {"a": {"type": "null"}}})
@@ -268,7 +272,7 @@ def resolve(schema: Any, root: Any) -> Any:
 
 
 def argument_schemas(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schemas of the arguments of a function, without plain references.
+    """Return the schema of each argument of a function by name, with references resolved.
 
     Args:
       parameters: the schema of all arguments.
@@ -280,5 +284,8 @@ def argument_schemas(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_text(schema: Any) -> bool:
-    """Return whether a schema describes a text. Tags contain texts without quotes."""
+    """Return whether a schema describes a string.
+
+    In formats with tags, strings are written without quotes.
+    """
     return isinstance(schema, Mapping) and schema.get("type") == "string"

@@ -1,23 +1,26 @@
-r"""Reasoning of chat models, and readers of answers that contain it.
+r"""Formats of the reasoning of chat models, and parsers of answers with reasoning.
 
-Most models write reasoning before the answer, between two marks::
+Most models write their reasoning before the answer, between an opening and a closing marker::
 
     prompt      ...<|im_start|>assistant\n
     text        <think>\nThe user asks for a sum.\n</think>\n\nIt is 5.
                         `--------- reasoning --------'            `-- answer
 
-Some chat templates write the opening mark at the end of the prompt, so that the text begins with
-reasoning. Templates that can switch reasoning off write both marks there.
+Some chat templates write the opening marker at the end of the prompt, so that the generated text
+begins with the reasoning. Templates that can turn reasoning off write both markers there in this
+case.
 
-An answer of gpt-oss is several messages, each in a channel. This format is Harmony::
+An answer of gpt-oss consists of several messages, each in a channel. This format is called
+Harmony::
 
     <|channel|>analysis<|message|>The user asks for the weather.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{...}
 
-The channel ``analysis`` has the reasoning, ``final`` the answer, and ``commentary`` texts before a
-call. A message to ``functions.NAME`` is a call, on any channel; its recipient may also stand before
-the channel. The end of an answer is ``<|return|>`` or, after a call, ``<|call|>``: both are tokens
-that end the generation. The format is described in OpenAI's guide to Harmony.
+The channel ``analysis`` contains the reasoning, ``final`` the answer, and ``commentary`` texts
+before a tool call. A message to the recipient ``functions.NAME`` is a tool call, in any channel.
+The recipient may be written before or after the channel. An answer ends with ``<|return|>`` or,
+after a call, with ``<|call|>``. Both are end tokens. OpenAI's guide to Harmony describes the
+format.
 """
 
 import re
@@ -38,19 +41,19 @@ _START, _END, _MESSAGE, *_ = HARMONY_MARKS
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([a-zA-Z0-9_.\-]+)")
 
-# Where the text of an answer begins: inside of the reasoning ("reasoning"), after it ("answer"), or
-# with an opening mark if the model reasons ("either").
+# Place where the generated text begins: inside of the reasoning ("reasoning"), after the reasoning
+# ("answer"), or before an opening marker that the model may or may not write ("either").
 Start = Literal["reasoning", "answer", "either"]
 
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """Marks of the reasoning in the text of a model.
+    """Markers around the reasoning in the text of a model.
 
     Attributes:
-      opening: text before the reasoning.
-      closing: text after the reasoning.
-      removed: marks around the answer, which are not part of it.
+      opening: marker before the reasoning.
+      closing: marker after the reasoning.
+      removed: markers around the answer, which are removed from it.
     """
 
     opening: str
@@ -58,10 +61,10 @@ class ReasoningFormat:
     removed: tuple[str, ...] = ()
 
     def start(self, prompt: str) -> Start:
-        """Return where the answer to a prompt begins.
+        """Return where the text generated after a prompt begins, see `Start`.
 
         Args:
-          prompt: the end of the prompt, at least the text after the last message.
+          prompt: the prompt, or its end, which must include all text after the last message.
 
         Example:
           >>> THINK.start("<|assistant|>"), THINK.start("<|assistant|><think>")
@@ -75,7 +78,7 @@ class ReasoningFormat:
     def constrain(
         self, constraint: StructuredOutputsParams, start: Start
     ) -> StructuredOutputsParams:
-        """Return a constraint that allows any reasoning, and applies `constraint` to the answer."""
+        """Return a constraint that allows any reasoning, and then requires `constraint`."""
         if start == "answer":
             return constraint
         rules = {
@@ -97,7 +100,7 @@ class ReasoningFormat:
 
 
 THINK = ReasoningFormat("<think>", "</think>")
-# Formats by the names of the option `--reasoning-format`.
+# Formats by the values of the option `--reasoning-format`.
 FORMATS: Mapping[str, ReasoningFormat] = {
     "think": THINK,
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
@@ -112,23 +115,23 @@ HARMONY = FORMATS["harmony"]
 
 
 def uses_harmony(template: str) -> bool:
-    """Return whether a chat template writes messages in Harmony."""
+    """Return whether a chat template uses the format Harmony."""
     return "<|channel|>" in template and _MESSAGE in template
 
 
 def find_format(template: str) -> ReasoningFormat | None:
-    """Return the format whose closing mark a chat template contains; None if there is none."""
+    """Return the reasoning format whose closing marker a chat template contains, or None."""
     if uses_harmony(template):
         return HARMONY
     return next((x for x in FORMATS.values() if x is not HARMONY and x.closing in template), None)
 
 
 def select_format(name: str, template: str | None) -> ReasoningFormat | None:
-    """Return the format of a model that an option names.
+    """Return the reasoning format for a value of the option `--reasoning-format`.
 
     Args:
-      name: ``"auto"`` to detect it from the chat template, ``"none"`` for none, or a name of
-        `FORMATS`.
+      name: ``"auto"`` to detect the format from the chat template, ``"none"`` for no reasoning, or
+        a key of `FORMATS`.
       template: source of the chat template; None if the model has none.
 
     Raises:
@@ -148,10 +151,10 @@ class AnswerReader:
     r"""Incremental parser of an answer: reasoning, then text and tool calls.
 
     Args:
-      reasoning: format of the reasoning; None if the text contains none.
-      start: where the text begins.
+      reasoning: format of the reasoning; None if the model writes no reasoning.
+      start: place where the text begins, see `Start`.
       format: format of the tool calls; None if the request has no tools.
-      tools: the functions of the request.
+      tools: functions in the request that may be called.
 
     Attributes:
       has_reasoned: whether the text read so far contains reasoning.
@@ -173,7 +176,7 @@ class AnswerReader:
         self._tools = None if format is None else ToolReader(format, tools)
         self.has_reasoned = reasoning is not None and start == "reasoning"
         self._place: Start = "answer" if reasoning is None else start
-        self._skips_space = True  # white space around the reasoning belongs to the marks
+        self._skips_space = True  # white space around the reasoning belongs to the markers
         self._buffer = ""
 
     @property
@@ -182,11 +185,13 @@ class AnswerReader:
         return self._place == "reasoning"
 
     def push(self, text: str, *, is_last: bool = False) -> list[AnswerDelta]:
-        """Read more text of the answer, and return the parts that are complete enough to report.
+        """Read the next piece of the answer, and return all new parts that are certain.
+
+        Text that may be the beginning of a marker is kept until the next call.
 
         Args:
-          text: the new text.
-          is_last: whether the answer is complete.
+          text: the next piece of the answer.
+          is_last: whether this is the last piece.
         """
         parts: list[AnswerDelta] = []
         self._buffer += text
@@ -242,13 +247,14 @@ def harmony_grammar(
     is_required: bool = False,
     answer: str | None = None,
 ) -> str:
-    """Return llguidance's grammar of an answer.
+    """Return a Lark grammar of llguidance for answers in Harmony.
 
     Args:
       token_ids: id of each token in `HARMONY_MARKS`.
       tools: the functions that may be called.
-      is_required: whether the answer must be a call.
-      answer: right side of a Lark rule for the text in the channel ``final``; None for any text.
+      is_required: whether the answer must contain a call.
+      answer: right side of a Lark rule for the text in the channel ``final``; None to allow any
+        text.
     """
     start, end, message, channel, constrain = (f"<[{token_ids[mark]}]>" for mark in HARMONY_MARKS)
     functions = [tool["function"] for tool in tools]
@@ -277,7 +283,7 @@ def harmony_grammar(
 
 
 class HarmonyReader:
-    r"""Incremental parser of an answer in Harmony.
+    r"""Incremental parser of an answer in Harmony, with the interface of `AnswerReader`.
 
     Attributes:
       has_reasoned: whether the answer contains reasoning.

@@ -1,10 +1,10 @@
-"""Special tokens of a checkpoint, from ``tokenizer.json`` and the files next to it.
+"""Special tokens of a model, from ``tokenizer.json`` and the files next to it.
 
     tokenizer_config.json    names of special tokens; `added_tokens_decoder`: ids and flags
     special_tokens_map.json  names; read only if there is no `added_tokens_decoder`
     added_tokens.json        ids; read only if there is no `added_tokens_decoder`
 
-The order of precedence is the same as in transformers.
+If files contradict each other, the same file has precedence as in transformers.
 """
 
 import json
@@ -18,12 +18,12 @@ from tokenizers import processors
 
 from paged_jax.models.model_folder import read_json
 
-# Standard names, in the order in which their tokens get ids. A model may have more names: each key
-# that ends in "_token".
+# Standard names of special tokens, in the order in which their tokens get ids. A model may have
+# other names. Each of them is a key that ends in "_token".
 _NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
 )  # fmt: skip
-# Default tokens of tokenizer classes of transformers, if the files do not mention them.
+# Default special tokens of transformers' tokenizer classes, used if the files do not mention them.
 _END_OF_TEXT = "<|endoftext|>"
 _NAMES_OF_CLASS = {
     "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), _END_OF_TEXT),
@@ -39,26 +39,27 @@ _NAMES_OF_CLASS = {
 }
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _CONFIG = "tokenizer_config.json"
-# Finds the start of the list `added_tokens` in tokenizer.json. It precedes the vocabulary.
+# Matches the text before the list `added_tokens` in tokenizer.json, which precedes the vocabulary.
 _ADDED_TOKENS = re.compile(r'(?<!\\)"added_tokens"\s*:\s*')
 
 
 class TokenizerError(ValueError):
-    """Error for a folder without a tokenizer that this library can read."""
+    """Error for a tokenizer that is missing, damaged or not supported."""
 
 
 def add_special_tokens(
     backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, object]
 ) -> dict[str, str]:
-    """Add the special tokens that the files next to ``tokenizer.json`` define.
+    """Add special tokens that the files next to ``tokenizer.json`` define to a tokenizer.
 
-    Tokens with stated ids come first, in the order of their ids. Named tokens and extra tokens
-    follow. A token that the vocabulary does not have gets the next free id.
+    Tokens whose ids the files state are added first, in the order of the ids. Then tokens with a
+    name, and other special tokens are added. A token that is not in the vocabulary gets the next
+    free id.
 
     Args:
       backend: the tokenizer of ``tokenizer.json``. It is modified.
       folder: the folder of the model.
-      config: the contents of its ``tokenizer_config.json``.
+      config: content of its ``tokenizer_config.json``.
 
     Returns:
       The special tokens by name, such as ``{"bos_token": "<s>"}``.
@@ -69,7 +70,8 @@ def add_special_tokens(
     """
     tokens = _read_special_tokens(folder, _with_names_of_class(backend, config))
     known = backend.get_added_tokens_decoder()
-    # Without `added_tokens_decoder`, transformers reads the flags of tokenizer.json as well.
+    # Without `added_tokens_decoder`, transformers also uses the flags of added tokens in
+    # tokenizer.json.
     flagged = tokens.stated if tokens.file == _CONFIG else {**tokens.stated, **known}
     added = [token for _, token in sorted(flagged.items(), key=lambda item: item[0])]
     names = {token.content for token in tokens.named.values()}
@@ -88,21 +90,22 @@ def add_special_tokens(
 
 
 def check_added_tokens(backend: tokenizers.Tokenizer, path: Path, text: str) -> None:
-    """Check that the added tokens of a ``tokenizer.json`` have the ids that it states.
+    """Check that the added tokens have the ids that ``tokenizer.json`` states.
 
-    The library `tokenizers` numbers added tokens consecutively and ignores the ids in the file.
+    The library `tokenizers` ignores the ids of added tokens in the file, and numbers these tokens
+    consecutively.
 
     Args:
-      backend: the tokenizer that the library made of the file.
-      path: the file.
-      text: its contents.
+      backend: tokenizer that the library has loaded from the file.
+      path: path of the file.
+      text: content of the file.
 
     Raises:
-      TokenizerError: a token has another id.
+      TokenizerError: a token has another id than the file states.
     """
     if (key := _ADDED_TOKENS.search(text)) is None:
         return
-    # Parse only this value: the rest of the file is megabytes of vocabulary.
+    # Parse only this list, because the rest of the file is megabytes of vocabulary.
     added, _ = json.JSONDecoder().raw_decode(text, key.end())
     _check_ids(backend, path, [(token["id"], token["content"]) for token in added or ()])
 
@@ -113,22 +116,22 @@ def _check_ids(
     for token_id, content in stated:
         if content and (found := backend.token_to_id(content)) != token_id:
             raise TokenizerError(
-                f"{path}: token {content!r} must get its stated id {token_id}, got {found}. "
-                "Save the tokenizer again, so that its files agree."
+                f"{path}: the id of token {content!r} is {token_id} here, but {found} in the "
+                "vocabulary. Save the tokenizer again, so that its files agree."
             )
 
 
 def set_post_processor(
     backend: tokenizers.Tokenizer, config: Mapping[str, object], special_tokens: Mapping[str, str]
 ) -> None:
-    """Make the tokenizer add or omit BOS and EOS as ``tokenizer_config.json`` says.
+    """Make a tokenizer add BOS and EOS to texts or not, as ``tokenizer_config.json`` says.
 
-    If BOS and EOS are the same token, ``tokenizer.json`` decides, as in transformers, because the
-    added token may be either of them.
+    If BOS and EOS are the same token, nothing is changed, as in transformers: it would not be clear
+    which of the two ``tokenizer.json`` adds.
 
     Args:
       backend: the tokenizer. It is modified.
-      config: the contents of ``tokenizer_config.json``.
+      config: content of ``tokenizer_config.json``.
       special_tokens: special tokens by name.
     """
     bos, eos = (special_tokens.get(f"{key}_token", "") for key in ("bos", "eos"))
@@ -139,7 +142,7 @@ def set_post_processor(
     places = (at for at in range(len(whole)) if text and whole[at : at + len(text)] == text)
     at = next(places, len(whole))
     before, after = whole[:at], whole[at + len(text) :]
-    # Keep special tokens other than BOS and EOS, such as the prefix of GLM.
+    # Keep all other special tokens that are added, such as the prefix of GLM.
     if _must_add(backend, bos, before, config.get("add_bos_token")):
         before = [bos, *before]
     elif config.get("add_bos_token") is False:
@@ -155,7 +158,7 @@ def set_post_processor(
 def surround_texts(
     backend: tokenizers.Tokenizer, before: Sequence[str], after: Sequence[str]
 ) -> None:
-    """Make a tokenizer add special tokens before and after each text."""
+    """Make a tokenizer add the given special tokens before and after each text."""
     tokens = dict.fromkeys([*before, *after])
     backend.post_processor = processors.TemplateProcessing(
         single=[*before, "$A", *after],
@@ -171,7 +174,7 @@ def _must_add(
 
 
 def read_optional(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; an empty dict if there is no file."""
+    """Read a JSON object from a file; return an empty dict if the file does not exist."""
     return read_json(path) if path.is_file() else {}
 
 
@@ -180,9 +183,9 @@ class _SpecialTokens(NamedTuple):
 
     Attributes:
       named: tokens by name, such as ``"bos_token"``.
-      extra: special tokens without a name.
-      stated: tokens with stated ids.
-      file: name of the file that states the ids.
+      extra: other special tokens, which have no name.
+      stated: tokens by id, if a file states their ids.
+      file: name of the file that states these ids.
     """
 
     named: dict[str, tokenizers.AddedToken]
@@ -194,7 +197,7 @@ class _SpecialTokens(NamedTuple):
 def _with_names_of_class(
     backend: tokenizers.Tokenizer, config: Mapping[str, object]
 ) -> dict[str, Any]:
-    """Return the config with the default special tokens of its tokenizer class."""
+    """Complete a config by the default special tokens of its tokenizer class."""
     name = str(config.get("tokenizer_class")).removesuffix("Fast")
     defaults = _NAMES_OF_CLASS.get(name, {})
     known = {
@@ -234,7 +237,7 @@ def _read_special_tokens(folder: Path, config: Mapping[str, object]) -> _Special
 def _named_and_extra(
     path: Path, config: Mapping[str, object]
 ) -> tuple[dict[str, tokenizers.AddedToken], list[tokenizers.AddedToken]]:
-    """Return the tokens with a name, and the other special tokens."""
+    """Read the special tokens of a file: tokens by name, and other tokens."""
     tokens = {key: config[key] for key in _NAMES if config.get(key) is not None}
     for key, value in config.items():
         if key not in _NAMES and key.endswith("_token") and isinstance(value, str | Mapping):
@@ -246,7 +249,7 @@ def _named_and_extra(
     if isinstance(extra, Mapping):
         tokens, extra = {**tokens, **extra}, []
     if not isinstance(extra, list):
-        raise TokenizerError(f"{path}: {key} must be a list of tokens, got {extra!r}.")
+        raise TokenizerError(f"{path}: {key} must be a list of tokens or an object, got {extra!r}.")
     named = {name: _special_token(path, name, value) for name, value in tokens.items()}
     return named, [_special_token(path, key, each) for each in extra]
 

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false, reportPrivateUsage=false
-"""Conversion between text and token ids, for whole texts and for token streams."""
+"""Conversion between texts and token ids, also for tokens that arrive one at a time."""
 
 import functools
 import itertools
@@ -33,20 +33,19 @@ from paged_jax.models.text.special_tokens import (
 from paged_jax.models.text.tool_formats import ToolFormat, ToolSupport, find_support
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# Maximum number of bytes of an incomplete UTF-8 character.
+# Maximum number of bytes at the end of a text that may be an incomplete UTF-8 character.
 _MAX_OPEN_BYTES = 3
-# Maximum number of tokens held back until their text is final. No real text has this many
-# partial-character tokens in a row.
+# Maximum number of tokens whose text is held back. Real texts never need so many.
 _MAX_PENDING = 16
-# Names of single-byte tokens in tokenizers with byte fallback.
+# Names of the tokens for single bytes in tokenizers with byte fallback.
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def _bytes_by_char() -> dict[str, int]:
-    """Return the byte that each character in the name of a byte-level token stands for.
+    """Return the byte for each character in the names of byte-level tokens.
 
-    Printable Latin-1 bytes are written as the same character. Other bytes are written as characters
-    from 256 on.
+    A byte that is a printable Latin-1 character is written as this character. Other bytes are
+    written as the characters from 256 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -61,13 +60,15 @@ class Tokenizer:
     """A Hugging Face tokenizer, with the special tokens and chat template of its model.
 
     Args:
-      backend: a tokenizer of the `tokenizers` library. Its post-processor adds special tokens.
-      special_tokens: special tokens by name, ``{"bos_token": "<s>"}``, for the chat template.
-      eos_token_ids: the tokens that end a text.
+      backend: tokenizer of the `tokenizers` library. Its post-processor adds special tokens.
+      special_tokens: special tokens by name, such as ``{"bos_token": "<s>"}``, for the chat
+        template.
+      eos_token_ids: tokens that end a text.
       chat_template: Jinja source of the chat template; None if the model has none.
-      tool_template: Jinja source of the template for chats with tools, if it differs.
-      sampling_defaults: recommended sampling parameters, by the names of `SamplingParams`.
-      generation_config: recommendations read from a file, instead of `sampling_defaults`.
+      tool_template: Jinja source of the template for chats with tools; None if it is the same.
+      sampling_defaults: recommended sampling parameters, by their names in `SamplingParams`.
+      generation_config: content of ``generation_config.json``, to pass instead of
+        `sampling_defaults`.
 
     Attributes:
       backend: the tokenizer of the `tokenizers` library.
@@ -119,20 +120,20 @@ class Tokenizer:
     @classmethod
     @names_arguments
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
-        """Read ``tokenizer.json`` and the files next to it.
+        """Load a tokenizer from ``tokenizer.json`` and the files next to it.
 
         ``tokenizer_config.json``, ``special_tokens_map.json`` and ``added_tokens.json`` define
-        special tokens. The first file also says whether texts start with a special token. The chat
-        template is in ``chat_template.jinja`` or in ``tokenizer_config.json``.
-        ``generation_config.json`` has more stop tokens and sampling defaults.
+        special tokens. The first file also states which special tokens are added. The chat template
+        is in ``chat_template.jinja`` or in ``tokenizer_config.json``. ``generation_config.json``
+        contains end tokens and sampling defaults.
 
         Args:
-          folder: the folder of the model, or a GGUF file, which contains all of these.
+          folder: folder of the model, or a GGUF file, which contains all of this information.
 
         Raises:
-          TokenizerError: there is no ``tokenizer.json``, it is damaged, or a special token does
-            not fit its vocabulary.
-          ValueError: another file is not JSON, or `GenerationConfig` cannot be read.
+          TokenizerError: ``tokenizer.json`` is missing or damaged, or a special token contradicts
+            its vocabulary.
+          ValueError: another file is not JSON, or ``generation_config.json`` is invalid.
           ChatTemplateError: the chat template is not valid Jinja.
         """
         folder = Path(folder)
@@ -157,24 +158,24 @@ class Tokenizer:
 
     @property
     def sampling_defaults(self) -> Mapping[str, object]:
-        """Recommended sampling parameters, by the names of `SamplingParams`."""
+        """Recommended sampling parameters, by their names in `SamplingParams`."""
         return self.generation_config.sampling_defaults
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, including special tokens."""
+        """Number of tokens in the vocabulary, including special tokens."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @functools.cached_property
     def max_token_chars(self) -> int:
-        """Maximum number of characters of text that one token can stand for."""
+        """Upper bound of the number of characters of text that become one token."""
         longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
-        # Normalisation to Unicode's form C combines at most three characters into one.
+        # Unicode normalisation (form C) combines at most three characters into one.
         return longest * (1 if self.backend.normalizer is None else 3)
 
     @functools.cached_property
     def tool_support(self) -> ToolSupport:
-        """Support for tools in the chat template."""
+        """Description of how the chat template supports tools."""
         if self._chat_template is None:
             return ToolSupport()
         return find_support(self._chat_template.render).with_special_tokens(
@@ -183,7 +184,7 @@ class Tokenizer:
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """Format of the model's function calls; None if the chat template uses no known format."""
+        """Format in which the model writes tool calls; None if the format is not known."""
         return self.tool_support.format
 
     @names_arguments
@@ -191,20 +192,20 @@ class Tokenizer:
         """Convert text to token ids.
 
         Args:
-          text: the text. Special tokens in the text become their ids.
-          add_special_tokens: add special tokens, such as the start token. Use False for chats,
-            because the chat template writes them.
+          text: the text. Names of special tokens in it become these tokens.
+          add_special_tokens: whether to add special tokens. Use False for chats, because the chat
+            template writes them.
         """
-        # `encode_batch` releases the GIL, so other threads, such as a server's, can run.
+        # `encode_batch` releases the GIL, so other threads can run (for example in a server).
         [encoded] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
         return encoded.ids
 
     def offsets(self, text: str, *, add_special_tokens: bool = True) -> list[tuple[int, int]]:
-        """Return the start and end of each token in a text, in characters.
+        """Return the character positions of the start and end of each token in a text.
 
         Args:
           text: see `encode`.
-          add_special_tokens: see `encode`. Added tokens have empty ranges.
+          add_special_tokens: see `encode`. For added tokens, start and end are equal.
         """
         [encoded] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
         return encoded.offsets
@@ -219,15 +220,14 @@ class Tokenizer:
     ) -> str:
         """Convert token ids to text.
 
-        The result equals the result of the `tokenizers` library, except next to bytes that are not
-        UTF-8 in tokenizers with byte fallback. There the library replaces all neighbouring
-        characters that are spelled in bytes. This method replaces only the invalid bytes, because
-        the text before them may have been streamed.
+        The result is that of the `tokenizers` library, except near invalid UTF-8 bytes in
+        tokenizers with byte fallback. There, the library also replaces valid characters that
+        consist of byte tokens. This method does not, because they may have been streamed already.
 
         Args:
-          token_ids: token ids. Ids outside the vocabulary are ignored.
-          skip_special_tokens: omit special tokens.
-          continues_text: whether the tokens follow other text. If so, keep a leading space, which
+          token_ids: the tokens. Ids outside of the vocabulary are ignored.
+          skip_special_tokens: whether to omit special tokens.
+          continues_text: whether the tokens follow other text. If True, keep a leading space, which
             some tokenizers drop at the start of a text.
         """
         text = self._decode(token_ids, skip_special_tokens, continues_text)
@@ -245,15 +245,15 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Return a chat as text. Encode this text without adding special tokens.
+        """Convert a chat to text, which must be encoded without adding special tokens.
 
         Args:
           messages: see `ChatTemplate.render`.
-          add_generation_prompt: end the text with the opening of an answer.
-          **variables: further variables of the template, such as ``enable_thinking``.
+          add_generation_prompt: whether to end the text with the beginning of an assistant message.
+          **variables: other variables of the template, such as ``enable_thinking``.
 
         Raises:
-          ChatTemplateError: the model has no chat template, or it rejects the messages.
+          ChatTemplateError: the model has no chat template, or the template rejects the messages.
         """
         return self._require_template().render(
             messages, add_generation_prompt=add_generation_prompt, **variables
@@ -269,19 +269,19 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
     ) -> list[int]:
-        """Convert a chat to token ids, for generation of its next message.
+        """Convert a chat to token ids, to generate its next message.
 
         Args:
-          messages: see `apply_chat_template`. If the template does not know OpenAI's role
-            "developer", it becomes "system".
+          messages: see `apply_chat_template`. OpenAI's role "developer" becomes "system" if the
+            template does not know it.
           chat_template_kwargs: variables of the template, such as ``enable_thinking``.
-          tools: functions that may be called, as OpenAI describes them; see `tool_format`.
+          tools: functions that may be called, in OpenAI's format.
           add_generation_prompt: see `apply_chat_template`.
-          add_special_tokens: see `encode`. Chat templates usually write special tokens.
+          add_special_tokens: see `encode`. Usually the chat template writes special tokens.
 
         Raises:
-          ChatTemplateError: see `apply_chat_template`; or a variable must not be set by a caller,
-            or the template does not show the tools or a message to the model.
+          ChatTemplateError: see `apply_chat_template`; also if a variable is reserved, or the
+            template would omit the tools or a message.
         """
         text = self.render_chat(
             messages,
@@ -300,7 +300,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """Return the text that `encode_chat` converts to token ids; see there."""
+        """Convert a chat to the text that `encode_chat` encodes, see `encode_chat`."""
         template = self._require_template()
         if tools and not self.tool_support.shows_tools:
             rule = "must be empty as the model's chat template has no tools, got some."
@@ -322,17 +322,17 @@ class Tokenizer:
         return self._chat_template
 
     def spell(self, token_ids: Iterable[int]) -> list[str]:
-        """Return the names of tokens in the vocabulary; an empty text for unknown ids."""
+        """Return the names of tokens in the vocabulary; an empty string for unknown ids."""
         return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a text, which may be part of a character.
+        """Return the bytes that a token adds to a text. They may be a part of a character.
 
-        The joined bytes of the tokens of a text are the text in UTF-8.
+        The concatenated bytes of a text's tokens are the text in UTF-8.
         """
         text = self.decode([token_id], skip_special_tokens=False, continues_text=True)
         if _REPLACEMENT in text:
-            # The text does not show the bytes, but the name of the token does.
+            # Parts of characters are not visible in the decoded text, but in the token's name.
             [name] = self.spell([token_id])
             if "ByteLevel" in self._decoder_types and _BYTE_OF.keys() >= set(name):
                 return bytes(_BYTE_OF[char] for char in name)
@@ -348,7 +348,7 @@ class Tokenizer:
         return frozenset(str(part.get("type")) for part in parts)
 
     def is_special(self, token_id: int) -> bool:
-        """Return whether the token is special, so that `decode` omits it."""
+        """Return whether a token is a special token, which `decode` omits."""
         return token_id in self._special_ids
 
     def is_special_text(self, text: str) -> bool:
@@ -364,34 +364,32 @@ class Tokenizer:
     ) -> str:
         if not continues_text:
             return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        # Put an anchor token before the tokens, so that decoding keeps their leading space.
+        # Put an anchor token in front, so that a leading space of the other tokens is not dropped.
         text = self.backend.decode(
             [self._anchor_id, *token_ids], skip_special_tokens=skip_special_tokens
         )
         return text[self._anchor_length :]
 
     def _find_anchor(self) -> tuple[int, int]:
-        """Return a token to put before other tokens in `_decode`, and the length of its text."""
+        """Find the anchor token of `_decode`; return its id and the length of its text."""
         letters = map(self.backend.token_to_id, string.ascii_letters)
-        # The anchor must be a word: bytes could combine with later bytes, and spaces could be
-        # dropped.
+        # The anchor must be a word: byte tokens combine with next bytes, and spaces are dropped.
         for token_id in itertools.chain(letters, range(self.vocab_size)):
             if token_id is not None and (text := self.backend.decode([token_id])).isalnum():
                 return token_id, len(text)
-        raise TokenizerError("Tokenizer: the vocabulary must have a word, got none.")
+        raise TokenizerError("Tokenizer: no token of the vocabulary consists of letters or digits.")
 
 
 class Detokenizer:
-    """Incremental conversion of generated tokens to text.
+    """Incremental converter of generated tokens to text.
 
-    Text is returned once later tokens cannot change it. The returned texts, joined, equal the
-    result of `Tokenizer.decode` for all tokens. (`tokenizers.DecodeStream` stops working after
-    invalid UTF-8 bytes, and never returns the last of them.) The cost of a token does not depend on
-    the tokens before it.
+    Text is returned as soon as later tokens cannot change it. The concatenation of all returned
+    texts equals the result of `Tokenizer.decode`. The cost of a token does not depend on the number
+    of tokens before it. (`tokenizers.DecodeStream` fails after invalid UTF-8 bytes.)
 
     Args:
       tokenizer: the tokenizer.
-      skip_special_tokens: omit special tokens.
+      skip_special_tokens: whether to omit special tokens.
       continues_text: whether the tokens follow a prompt, see `Tokenizer.decode`.
     """
 
@@ -408,16 +406,16 @@ class Detokenizer:
         self._pending: list[int] = []
 
     def snapshot(self) -> tuple[bool, list[int]]:
-        """Return the whole state, for `restore`."""
+        """Return a copy of the state, for `restore`."""
         return self._continues_text, self._pending.copy()
 
     def restore(self, snapshot: tuple[bool, list[int]]) -> None:
-        """Undo all changes since a snapshot."""
+        """Restore the state that `snapshot` has returned."""
         self._continues_text, pending = snapshot
         self._pending = pending.copy()
 
     def push(self, token_id: int) -> str:
-        """Append a token and return the text that has become final, often empty."""
+        """Append a token; return the new text that is final, which may be empty."""
         if self._skip_special_tokens and self._tokenizer.is_special(token_id):
             return ""
         if not self._tokenizer._is_known(token_id):
@@ -428,49 +426,49 @@ class Detokenizer:
             return self._settle(text)
         if text:
             return self._hand_out(text, len(self._pending))
-        # The token has no text, or is a leading space that is dropped. Later spaces are kept.
+        # The token has no text, or it is a leading space, which is dropped. Later spaces are kept.
         self._continues_text |= bool(self._decode(self._pending, True))
         self._pending.clear()
         return ""
 
     def peek(self, token_ids: Sequence[int]) -> str | None:
-        """Return the text that `push` would return for these tokens, without pushing them.
+        """Return the text that `push` would return for these tokens, without appending them.
 
-        One library call for all tokens costs less than a call for each token. Returns None if each
-        token needs a call: at the start of a text and next to partial characters.
+        This takes one library call, which costs less than one call per token. The result is None
+        if `push` must be used instead: at the start of a text, and if a character is incomplete.
         """
         if not self._continues_text:
             return None
-        # The library omits the same tokens as `push`.
+        # The library omits the same tokens as `push` does.
         text = self._decode([*self._pending, *token_ids], True)
         return None if _REPLACEMENT in text else text
 
     def accept(self) -> None:
-        """Push the tokens that the last `peek` received. Its result must not have been None."""
+        """Append the tokens of the last `peek`, whose result must not have been None."""
         self._pending.clear()
 
     def finish(self) -> str:
-        """Return the remaining text, with a replacement character for each invalid byte."""
+        """Return the rest of the text, with a replacement character for each invalid byte."""
         text = self._decode(self._pending, self._continues_text)
         return self._hand_out(text, len(self._pending))
 
     def _settle(self, text: str) -> str:
-        """Return the final part of `text`, whose last character is incomplete or invalid."""
+        """Return the part of `text` that is final, if its last character is not complete."""
         count = len(self._pending)
         splits = [self._split(at) for at in range(1, count)]
         for head, tail in splits:
-            # Valid text follows the invalid bytes, so no later token can complete them.
+            # Valid text follows the invalid bytes, so no later token can complete their character.
             if tail and not tail.endswith(_REPLACEMENT):
                 return self._hand_out(head + tail, count)
         if count <= _MAX_OPEN_BYTES:
             return ""
-        # The text before a split is final if the split cuts no character.
+        # If no character is divided by a split, the text before the split is final.
         places = (at for at, parts in enumerate(splits, 1) if "".join(parts) == text)
         at = next(places, count - _MAX_OPEN_BYTES if count >= _MAX_PENDING else 0)
         return self._hand_out(splits[at - 1][0], at) if at else ""
 
     def _split(self, at: int) -> tuple[str, str]:
-        """Return the texts of the pending tokens before and after a split."""
+        """Return the texts of the first `at` pending tokens and of the others."""
         head = self._decode(self._pending[:at], self._continues_text)
         return head, self._decode(self._pending[at:], self._continues_text or bool(head))
 
@@ -488,13 +486,13 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         has_model = (folder / "tokenizer.model").is_file()
         hint = " Convert tokenizer.model with transformers." if has_model else ""
-        raise TokenizerError(f"{folder}: must contain a tokenizer.json, got none.{hint}")
+        raise TokenizerError(f"{folder}: the folder must contain a tokenizer.json.{hint}")
     try:
         text = path.read_text(encoding="utf-8")
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises no more specific error
         raise TokenizerError(
-            f"{path}: must be a file of the tokenizers library: {error}."
+            f"{path}: must be a valid file of the tokenizers library: {error}."
         ) from None
     check_added_tokens(backend, path, text)
     return backend

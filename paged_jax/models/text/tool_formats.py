@@ -1,13 +1,14 @@
-r"""Formats of tool calls in the text of chat models, detected from their chat templates.
+r"""Formats in which chat models write tool calls, detected from their chat templates.
 
-A call consists of fixed texts around the name of the function and its arguments::
+A tool call consists of the name of the function and its arguments, with fixed texts around them::
 
     Hermes, Qwen     <tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>
                      `-------before_name-----'       `after_name--'                `after_arguments'
 
-Texts around all calls of an answer are `opening` and `closing`, the text from one call to the next
-is `between`. The arguments are a JSON object, pairs of keys and values in tags ("xml"), or the
-arguments of a Python call ("python"). A format is found by rendering chats with known calls::
+`opening` and `closing` are the texts before the first and after the last call of an answer, and
+`between` is the text between two calls. The arguments are written as a JSON object, as keys and
+values in tags ("xml"), or as the arguments of a Python call ("python"). To detect the format of a
+model, its chat template is applied to chats with known calls::
 
     Llama 3          {"name": "weather", "parameters": {"city": "Oslo"}}
     Qwen 3 Coder     <tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n...
@@ -23,29 +24,29 @@ from typing import Any, Literal, NamedTuple
 Tool = Mapping[str, Any]
 Kind = Literal["json", "xml", "python", "harmony"]
 
-# Characters that stand for an id and for the number of a call in the texts around a call.
+# Placeholders in the texts around a call, for the id and for the index of the call.
 ID, NUMBER = "\ue000", "\ue001"
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """Format of tool calls in the text of a model.
+    """Format in which a model writes tool calls.
 
     Attributes:
-      before_name: text before the name of a function.
+      before_name: text before the name of the function.
       after_name: text between the name and the arguments.
       after_arguments: text after the arguments.
-      kind: form of the arguments: ``"json"``, ``"xml"`` or ``"python"``; ``"harmony"`` for calls as
-        messages to a function, see `reasoning`.
+      kind: notation of the arguments: ``"json"``, ``"xml"`` or ``"python"``. In the kind
+        ``"harmony"``, a call is a message to a function, see `reasoning`.
       opening: text before the first call.
-      between: text between two calls; None if an answer has at most one call.
+      between: text between two calls; None if an answer can contain only one call.
       closing: text after the last call.
-      before_key: text before a key, for arguments in tags.
-      after_key: text between a key and its value, for arguments in tags.
-      after_value: text after a value, for arguments in tags.
-      separators: text between two items and text after a key of JSON.
-      special_tokens: ids of the special tokens in these texts.
-      has_short_ids: whether the chat template accepts only ids of nine letters or digits.
+      before_key: text before a key (only for ``"xml"``).
+      after_key: text between a key and its value (only for ``"xml"``).
+      after_value: text after a value (only for ``"xml"``).
+      separators: in JSON, the text between two items, and the text after a key.
+      special_tokens: names and ids of the special tokens that occur in these texts.
+      has_short_ids: whether the chat template requires tool-call ids of nine letters or digits.
     """
 
     before_name: str
@@ -64,16 +65,16 @@ class ToolFormat:
 
     @property
     def mark(self) -> str:
-        """Tag or special token that begins the first call; empty if there is none.
+        """Tag or special token with which the first call begins; empty if there is none.
 
-        Without a mark, calls are recognised only at the start of an answer.
+        If it is empty, calls are recognised only at the start of an answer.
         """
         found = _MARK.match(self.opening + self.before_name)
         return found[0] if found else ""
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All texts around names, keys and values."""
+        """All fixed texts of the format."""
         return (
             self.opening, self.before_name, self.after_name, self.before_key, self.after_key,
             self.after_value, self.after_arguments, self.between or "", self.closing,
@@ -87,12 +88,12 @@ LLAMA3 = ToolFormat('{"name": "', '", "parameters": ', "}")
 
 @dataclass(frozen=True)
 class ToolSupport:
-    """Support for tools in a chat template.
+    """Description of how a chat template supports tools.
 
     Attributes:
-      shows_tools: whether the model sees the functions that it may call.
-      writes_calls: whether the model sees its earlier calls.
-      format: format of the calls; None if it is unknown.
+      shows_tools: whether the template writes the functions that may be called.
+      writes_calls: whether the template writes the calls in earlier messages.
+      format: format of tool calls; None if it is not known.
     """
 
     shows_tools: bool = False
@@ -100,7 +101,10 @@ class ToolSupport:
     format: ToolFormat | None = None
 
     def with_special_tokens(self, token_ids: Mapping[str, int]) -> "ToolSupport":
-        """Return the support with the ids of the special tokens that the format contains."""
+        """Return a copy whose format contains the ids of the special tokens in its texts.
+
+        `token_ids` are the ids of all special tokens by name.
+        """
         if self.format is None:
             return self
         text = "\n".join(self.format.texts)
@@ -108,8 +112,9 @@ class ToolSupport:
         return replace(self, format=replace(self.format, special_tokens=found))
 
 
-# A known chat, with texts that can be found in the rendered chat. Some templates need a description
-# of everything, and ids of nine letters or digits.
+# Parts of the chat that is rendered to detect the format. Its texts can be found in the result.
+# Some templates require descriptions of all functions and arguments, and tool-call ids of nine
+# letters or digits.
 _NAMES = ("probed_function", "other_function")
 _KEYS = ("key_a", "key_b")
 _VALUE, _NUMBER, _TEXT = "probed value", 27182, "\N{SNOWMAN}"
@@ -135,16 +140,16 @@ _TOOLS = [
     for name in _NAMES
 ]
 _MARK = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
-# A special token may follow a call, in addition to the end of a message.
+# A special token that may follow a call instead of the usual end of a message.
 _END = re.compile(r"\s*<[^<>]+>\s*")
 _JSON = re.compile(rf'\{{\s*"{_KEYS[0]}"(:\s*)"{_VALUE}"(,\s*)"{_KEYS[1]}":\s*{_NUMBER}\s*\}}')
 
 
 def find_support(render: Callable[..., str]) -> ToolSupport:
-    """Find out how a chat template handles tools, by rendering a chat with a known call.
+    """Find out how a chat template supports tools, by applying it to chats with known calls.
 
     Args:
-      render: see `ChatTemplate.render`.
+      render: function that converts a chat to text, see `ChatTemplate.render`.
 
     Example:
       >>> find_support(lambda messages, **variables: messages[-1]["content"])
@@ -155,7 +160,7 @@ def find_support(render: Callable[..., str]) -> ToolSupport:
         try:
             return render([_QUESTION, *answer], tools=_TOOLS, add_generation_prompt=not answer)
         except ValueError:
-            return None  # counts as supported: a real chat then gets the template's own error
+            return None  # treated as support, so that a real chat gets the template's error
 
     asked = rendered()
     text = rendered({"role": "assistant", "content": _TEXT})
@@ -166,7 +171,7 @@ def find_support(render: Callable[..., str]) -> ToolSupport:
     elif text is not None and called is not None:
         found = _find_format(text, called, rendered(_calling(2)))
         if found is not None and _PROBE_ID in called:
-            # `ChatTemplate` replaces ids that a template rejects.
+            # If a template rejects an id, `ChatTemplate` replaces the id.
             long = rendered(_calling(1, _LONG_ID))
             found = replace(found, has_short_ids=long is None or _LONG_ID not in long)
     return ToolSupport(
@@ -189,7 +194,7 @@ def _calling(count: int, call_id: str = _PROBE_ID) -> dict[str, Any]:
 
 
 class _Call(NamedTuple):
-    """A rendered call, divided at its name and arguments."""
+    """Text of a rendered message with one call, split at the name and around the arguments."""
 
     before: str
     after_name: str
@@ -198,12 +203,12 @@ class _Call(NamedTuple):
 
 
 def _find_format(text: str, called: str, twice: str | None) -> ToolFormat | None:
-    """Return the format of a call; None if it is unknown.
+    """Derive the format of tool calls from rendered chats; None if it cannot be recognised.
 
     Args:
-      text: a rendered chat whose last message is `_TEXT`.
-      called: the same chat with a call instead.
-      twice: the same chat with two calls; None if the template rejects it.
+      text: a rendered chat whose last message has the content `_TEXT`.
+      called: the same chat with one call instead of the content.
+      twice: the same chat with two calls; None if the template rejects two calls.
     """
     head, _, tail = text.rpartition(_TEXT)
     if _TEXT not in text or not called.startswith(head.rstrip()):
@@ -213,7 +218,8 @@ def _find_format(text: str, called: str, twice: str | None) -> ToolFormat | None
         return None
     after = one.after.removesuffix(tail)
     if after == one.after and tail.strip():
-        # The call does not end like other messages of the template. A special token may end it.
+        # The message does not end like other messages of the template. A special token may be at
+        # its end.
         after = re.sub(r"\s*<[^<>]+>\s*$", "", one.after)
         end = one.after[len(after) :]
         if not _END.fullmatch(end):
@@ -225,7 +231,7 @@ def _find_format(text: str, called: str, twice: str | None) -> ToolFormat | None
 
 
 def _divide(written: str, name: str) -> _Call | None:
-    """Divide a text with a call at the name of the function, and at both ends of its arguments."""
+    """Split a text at the name of the called function, and around its arguments."""
     before, found, rest = written.partition(name)
     if not found:
         return None
@@ -239,12 +245,12 @@ def _divide(written: str, name: str) -> _Call | None:
 
 
 def _gap(called: str, twice: str | None, head: str) -> str | None:
-    """Return the text from the arguments of a call to the name of the next; None if unknown.
+    """Return the text between the arguments of one call and the name of the next, or None.
 
     Args:
       called: a rendered chat with one call.
       twice: the same chat with two calls.
-      head: the text before the calls in both.
+      head: text before the calls, which is the same in both chats.
     """
     if twice is None or not twice.startswith(head.rstrip()):
         return None
@@ -254,10 +260,14 @@ def _gap(called: str, twice: str | None, head: str) -> str | None:
 
 
 def _with_arguments(call: _Call) -> ToolFormat | None:
-    """Return the format of a single call; texts that depend on further calls are not set."""
+    """Derive the format of the arguments; None if it cannot be recognised.
+
+    In the result, the texts before the name and around several calls are not set.
+    """
     if found := _JSON.fullmatch(call.arguments):
         return ToolFormat("", call.after_name, call.after, separators=(found[2], found[1]))
-    # after_name + before_key | key | after_key | value | after_value + before_key | key | after_key
+    # The expected text: after_name + before_key | key | after_key | value | after_value +
+    # before_key | key | after_key
     pairs = re.fullmatch(
         rf"{_KEYS[0]}(?P<after_key>.*?){_VALUE}(?P<between>.*?){_KEYS[1]}(.*?){_NUMBER}",
         call.arguments,
@@ -284,17 +294,17 @@ def _with_arguments(call: _Call) -> ToolFormat | None:
 
 
 def _with_affixes(format: ToolFormat, gap: str | None, before: str) -> ToolFormat | None:
-    """Add to a format the texts around names and around all calls; None if not recognisable.
+    """Add the texts before names and around several calls to a format; None if impossible.
 
     Args:
-      format: the format of the arguments of a call. All text after them is `after_arguments`.
-      gap: the text between the arguments of two calls and the name of the second one.
-      before: all text before the name of the first call.
+      format: format of the arguments, in which `after_arguments` is all text after them.
+      gap: text between the arguments of a call and the name of the next; None if unknown.
+      before: all text in the message before the name of the first call.
     """
     before = before.lstrip()
     if gap is None:
-        # The template writes one call per message. A call is recognised only by a mark before it,
-        # or as JSON at the start of an answer.
+        # The template writes only one call per message. A call can be recognised only by a marker
+        # before it, or as JSON at the start of an answer.
         found = replace(format, before_name=before)
     else:
         gap = gap.removeprefix(format.after_value)
@@ -312,12 +322,12 @@ def _with_affixes(format: ToolFormat, gap: str | None, before: str) -> ToolForma
     if not found.mark and not (found.opening + found.before_name).startswith(("{", "[")):
         return None
     if not found.mark and found.kind == "json" and not found.opening:
-        found = replace(found, between=None)  # calls in text would not be recognised
+        found = replace(found, between=None)  # later calls would not be recognised
     return found
 
 
 def _with_ids(format: ToolFormat) -> ToolFormat:
-    """Return the format with placeholders for ids and for the numbers of calls."""
+    """Replace the known id and the indices of calls in a format's texts by placeholders."""
     texts = {
         name: value.replace(_PROBE_ID, ID) for name, value in vars(format).items()
         if isinstance(value, str)
@@ -329,7 +339,7 @@ def _with_ids(format: ToolFormat) -> ToolFormat:
 
 
 def _common_prefix(first: str, second: str) -> str:
-    """Return the longest common prefix of two texts that does not end within a tag."""
+    """Return the longest common prefix of two texts that does not end inside of a tag."""
     size = next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
         min(len(first), len(second)),
@@ -340,7 +350,7 @@ def _common_prefix(first: str, second: str) -> str:
 
 
 def _common_suffix(first: str, second: str) -> str:
-    """Return the longest common suffix of two texts that does not begin within a tag."""
+    """Return the longest common suffix of two texts that does not begin inside of a tag."""
     size = 0
     while size < min(len(first), len(second)) and first[-1 - size] == second[-1 - size]:
         size += 1

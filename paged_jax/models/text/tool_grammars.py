@@ -1,4 +1,4 @@
-"""Grammars of answers that call tools: they enforce the format of calls and their arguments."""
+"""Grammars that enforce the format of tool calls and the schemas of their arguments."""
 
 import itertools
 import json
@@ -22,17 +22,18 @@ from paged_jax.models.text.json_schemas import (
 from paged_jax.models.text.tool_formats import HERMES, ID, NUMBER, Tool, ToolFormat
 from paged_jax.sampling.params import StructuredOutputsParams
 
-# Number of sets of tools whose constraints are cached. A chat sends its tools with each request.
+# Number of sets of tools for which constraints are cached. Every request of a chat contains the
+# tools again.
 _NUM_KEPT = 32
-# Maximum number of schemas compiled separately to find unsupported schemas. Each takes
-# milliseconds.
+# Maximum number of schemas that are compiled separately to find out which of them are not
+# supported. Each takes milliseconds.
 _MAX_CHECKS = 512
-# Maximum ``maxLength`` that grammars enforce for texts without quotes. A larger bound needs a large
-# lexer.
+# Largest ``maxLength`` that grammars enforce for strings without quotes. A larger bound would
+# require a large lexer.
 _MAX_LENGTH = 256
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
-# Rules for the varying parts of texts around calls: ids of nine letters or digits, and numbers.
+# Rules for the variable parts of the texts around calls: tool-call ids, and indices of calls.
 _HOLES = {ID: "call_id", NUMBER: "call_number"}
 _HOLE_RULES = {"call_id": "/[a-zA-Z0-9]{9}/", "call_number": "/[0-9]{1,3}/"}
 
@@ -46,16 +47,16 @@ def tool_grammar(
     answer: str | None = None,
     not_first: str | None = None,
 ) -> str:
-    """Return llguidance's grammar of an answer.
+    """Return a Lark grammar of llguidance for answers that may call tools.
 
     Args:
-      format: format of the calls.
-      tools: the functions that may be called, as OpenAI describes them.
-      is_required: whether the answer must be a call.
-      is_parallel: whether the answer may contain several calls, if the format supports that.
-      answer: right side of a Lark rule for answers without calls, unless a call is required; None
-        for any text.
-      not_first: text with which an answer must not begin, such as a mark of reasoning.
+      format: format of the tool calls.
+      tools: the functions that may be called, in OpenAI's format.
+      is_required: whether the answer must consist of calls.
+      is_parallel: whether the answer may contain several calls, if the format allows it.
+      answer: right side of a Lark rule for answers without calls; None to allow any text. It is not
+        used if a call is required.
+      not_first: text with which the answer must not begin, such as an opening marker of reasoning.
     """
     writer = _Writer(format)
     rules, mark = writer.start(is_required, is_parallel, answer), format.mark
@@ -78,7 +79,7 @@ def tool_grammar(
 
 
 class _Writer:
-    """Writer of Lark rules for calls in a format."""
+    """Writer of Lark rules for tool calls in one format."""
 
     def __init__(self, format: ToolFormat):
         self._format = format
@@ -86,7 +87,7 @@ class _Writer:
         self._names = itertools.count()
 
     def start(self, is_required: bool, is_parallel: bool, answer: str | None) -> list[str]:
-        """Return the rules of answers with one call or several calls."""
+        """Return the rules for a whole answer, and for a block of calls in it."""
         format, mark = self._format, self._format.mark
         rest = (format.opening + format.before_name).removeprefix(mark)
         calls = "call"
@@ -105,7 +106,10 @@ class _Writer:
         return [f"start: {start}", f"block: {block}"]
 
     def literal(self, text: str) -> str:
-        """Return a Lark expression for a text, with its special tokens, ids and numbers."""
+        """Return a Lark expression for a text of the format.
+
+        Special tokens in the text, and placeholders for ids and indices, become their own symbols.
+        """
         names = sorted(self.special, key=len, reverse=True)
         splitter = "|".join(map(re.escape, (*names, *_HOLES)))
         parts = []
@@ -117,7 +121,7 @@ class _Writer:
         return " ".join(parts) or '""'
 
     def call(self, rule: str, function: Mapping[str, Any]) -> list[str]:
-        """Return the rules of a call: the name of the function, its arguments, and the end."""
+        """Return the rules for a call of a function, from its name to the text after arguments."""
         format = self._format
         schema, options = _schema(function, format.separators)
         head = self.literal(function["name"] + format.after_name)
@@ -130,7 +134,7 @@ class _Writer:
     def _pairs(
         self, rule: str, schema: Mapping[str, Any], options: Mapping[str, Any]
     ) -> tuple[str, list[str]]:
-        """Return an expression for pairs of keys and values, and the rules that it needs."""
+        """Return an expression for arguments in tags or in Python, and the rules that it uses."""
         shared = {name: schema[name] for name in DEFINITIONS if name in schema}
         properties, required = schema.get("properties") or {}, schema.get("required") or ()
         parts: list[tuple[str, bool]] = []
@@ -154,7 +158,7 @@ class _Writer:
         return self.literal(format.before_key + name + format.after_key)
 
     def _value(self, rule: str, schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-        """Return the rule of a value with the text after it."""
+        """Return the rule for a value and the text after it."""
         if self._format.kind == "python":
             return f"{rule}: {_python(schema, options)}"
         after = self._format.after_value
@@ -169,7 +173,7 @@ class _Writer:
 
 
 def arguments_rule(function: Mapping[str, Any]) -> str:
-    """Return a Lark expression for the arguments of a function as JSON."""
+    """Return a Lark expression for the arguments of a function, written as JSON."""
     return _json(*_schema(function, HERMES.separators))
 
 
@@ -178,7 +182,8 @@ def _schema(
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return the schema of a function's arguments, and llguidance's options for it."""
     item, key = separators
-    # A schema is a hint unless it is strict: in lenient mode llguidance ignores unsupported parts.
+    # Unless a schema is strict, it is only a hint. llguidance then ignores its unsupported parts
+    # ("lenient").
     options = {
         **LAYOUT,
         "item_separator": item,
@@ -193,7 +198,7 @@ def _json(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
 
 
 def _python(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    """Return a Lark expression for Python literals of a schema."""
+    """Return a Lark expression for the Python literals that match a schema."""
     kind = schema.get("type")
     if kind == "boolean":
         return '"True" | "False"'
@@ -212,7 +217,10 @@ def _python(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
 
 
 def _listed(parts: Sequence[tuple[str, bool]], separator: str) -> str:
-    """Return an expression for items in order, some of them optional, with separators."""
+    """Return an expression for a list of items in a fixed order, with separators.
+
+    Each item is an expression, and whether the item is required.
+    """
     expression, is_optional = "", True
     for item, is_required in reversed(parts):
         if not expression:
@@ -229,12 +237,12 @@ def _listed(parts: Sequence[tuple[str, bool]], separator: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return a text as a part of a regular expression of a Lark grammar."""
+    """Escape a text for a regular expression in a Lark grammar."""
     return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
 
 
 def _arguments(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the schema of a function's arguments, which must be an object."""
+    """Return the schema of a function's arguments, which always describes an object."""
     if parameters is None:
         return {"type": "object", "properties": {}}
     schema = without_annotations(parameters)
@@ -245,14 +253,14 @@ def _arguments(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 class ToolGrammars:
-    """Constraints on the text of answers that call tools, with a cache. It is thread-safe.
+    """Thread-safe cache of the constraints on answers that may call tools.
 
-    The schema of a tool with ``strict: true`` is enforced completely, or rejected. Without
-    ``strict`` a schema is a hint: the grammar enforces the parts that llguidance supports, and
-    arguments or tools with unsupported schemas may have any value.
+    If a tool has ``strict: true``, its schema is enforced completely, or rejected. Otherwise, the
+    schema is only a hint: the grammar enforces the parts that llguidance supports. If the schema of
+    an argument or of a tool is not supported, any value is allowed for it.
 
     Args:
-      grammars: compiles the grammars.
+      grammars: compiler of the grammars.
     """
 
     def __init__(self, grammars: GrammarCompiler):
@@ -263,16 +271,16 @@ class ToolGrammars:
     def constraint(
         self, write_grammar: Callable[[Sequence[Tool]], str], tools: Sequence[Tool]
     ) -> StructuredOutputsParams:
-        """Return the constraint on an answer, after checking that its grammar compiles.
+        """Return a constraint for an answer whose grammar can be compiled.
 
         Args:
-          write_grammar: function that returns the grammar for the tools with changed schemas, such
-            as `tool_grammar`.
-          tools: the functions that may be called, as OpenAI describes them.
+          write_grammar: function that returns the grammar for a list of tools, such as
+            `tool_grammar`. It is called with changed schemas if some are not supported.
+          tools: the functions that may be called, in OpenAI's format.
 
         Raises:
-          ArgumentError: the schema of a strict tool is not supported, or grammars are not available
-            for the model.
+          ArgumentError: the schema of a strict tool is not supported, or grammars cannot be used
+            with the model.
         """
 
         def write(tools: Sequence[Tool]) -> StructuredOutputsParams:
@@ -300,12 +308,13 @@ class ToolGrammars:
         asked: StructuredOutputsParams,
         tools: Sequence[Tool],
     ) -> StructuredOutputsParams:
-        """Return a constraint that compiles and enforces as much of the schemas as possible."""
+        """Return a constraint that can be compiled, and enforces most of the schemas."""
         if _failure(self._grammars.compile, asked) is None:
             return asked
         tools = self._supported(tools)
         constraint = write(tools)
-        # All schemas together may still be too large: drop the largest schemas first.
+        # All schemas together may still be too large. In this case, drop the schemas of the largest
+        # tools first.
         hints = [i for i, tool in enumerate(tools) if not tool["function"].get("strict")]
         hints.sort(key=lambda i: -len(json.dumps(tools[i])))
         count = 1
@@ -319,7 +328,7 @@ class ToolGrammars:
         return constraint
 
     def _supported(self, tools: Sequence[Tool]) -> list[Tool]:
-        """Return the tools with the supported parts of their schemas.
+        """Return the tools, with unsupported parts of their schemas removed.
 
         Raises:
           ArgumentError: the schema of a strict tool is not supported.
@@ -336,7 +345,7 @@ class ToolGrammars:
         return found
 
     def _loosened(self, tool: Tool, max_checks: int) -> Tool:
-        """Return a tool with an unsupported schema reduced to the supported parts."""
+        """Remove unsupported parts from a tool's schema, with at most `max_checks` checks."""
         schema = merged(tool["function"]["parameters"])
         properties = schema.get("properties")
         if isinstance(properties, Mapping) and len(properties) <= max_checks:
@@ -353,7 +362,7 @@ class ToolGrammars:
     def _supported_argument(
         self, tool: Tool, name: str, schema: Any, shared: Mapping[str, Any]
     ) -> Any:
-        """Return the schema of an argument; only its type if the schema is not supported."""
+        """Return the schema of an argument; only its type if the whole schema is not supported."""
         alone = {"type": "object", "properties": {name: schema}, **shared}
         if self._tool_failure(_with_parameters(tool, alone)) is None:
             return schema
@@ -361,7 +370,7 @@ class ToolGrammars:
         return {"type": kind} if kind in _TYPES else {}
 
     def _tool_failure(self, tool: Tool) -> ArgumentError | None:
-        """Return the error for the schema of a tool; None if the schema is supported."""
+        """Return the error for a tool's schema that is not supported; None if it is supported."""
         rule = tool_grammar(HERMES, [tool], is_required=True)
         return _failure(self._grammars.check, StructuredOutputsParams(grammar=rule))
 

@@ -1,4 +1,4 @@
-"""`ToolReader`: incremental parser of answers with tool calls, for all formats of calls."""
+"""Incremental parser of answers with tool calls in any format."""
 
 import ast
 import json
@@ -9,19 +9,21 @@ from typing import Any, Literal, NamedTuple
 from paged_jax.models.text.json_schemas import argument_schemas, is_text
 from paged_jax.models.text.tool_formats import ID, NUMBER, Tool, ToolFormat
 
-# Maximum number of characters between the mark of a call and its arguments. A longer text is no
-# call.
+# Maximum number of characters between the beginning of a call and its arguments. If a text is
+# longer, it is not a call.
 _MAX_HEAD = 512
 _NAME = r"(?P<name>[a-zA-Z0-9_.\-]+)"
 _HOLES = {ID: r"[a-zA-Z0-9_\-]+", NUMBER: r"\d+"}
 
 
 class AnswerDelta(NamedTuple):
-    """New part of an answer: reasoning, text, the start of a call, or arguments of a call.
+    """New part of an answer: reasoning, text, the start of a call, or a piece of arguments.
 
     Attributes:
-      kind: ``"reasoning"``, ``"content"`` for text outside of calls, ``"call"`` or ``"arguments"``.
-      text: the text, the name of the function, or a part of the JSON of the arguments.
+      kind: ``"reasoning"``, ``"content"`` (text outside of calls), ``"call"`` (start of a call) or
+        ``"arguments"``.
+      text: the reasoning or text; the name of the called function; or a piece of the arguments as
+        JSON text.
     """
 
     kind: Literal["reasoning", "content", "call", "arguments"]
@@ -32,9 +34,9 @@ class ToolReader:
     """Incremental parser of answers with tool calls.
 
     Args:
-      format: format of the calls.
-      tools: the functions of the request. If a format writes texts and numbers without quotes, the
-        schemas tell them apart.
+      format: format of the tool calls.
+      tools: functions that may be called. In formats that write strings without quotes, their
+        schemas tell whether an argument is a string.
 
     Example:
       >>> from paged_jax.models.text.tool_formats import LLAMA3
@@ -49,13 +51,14 @@ class ToolReader:
         self._functions = {tool["function"]["name"]: tool["function"] for tool in tools}
         self._schemas: dict[str, dict[str, Any]] = {}  # by the name of the function
         self._buffer = ""
-        # Position: in text, before the name of a call, in its arguments, or after them.
+        # Position of the parser: in text, before the name of a call, in arguments, or after
+        # arguments.
         self._place: Literal["text", "head", "json", "xml", "python", "after"] = "text"
         self._is_start = True
-        self._skips_space = False  # white space between two calls is not text
+        self._skips_space = False  # white space between calls is ignored
         self._name = ""
         self._num_pairs = 0
-        self._is_in_text = False  # in a text value in tags, which is reported in pieces
+        self._is_in_text = False  # inside a string in tags, which is returned in pieces
         self._json = _json_scanner()
         mark = format.mark
         self._start = mark or (format.opening + format.before_name)[:1]
@@ -64,15 +67,17 @@ class ToolReader:
         following = _pattern((format.between or "") + format.before_name)
         self._next = re.compile(rf"\s*{following}{_NAME}{_pattern(format.after_name)}")
         self._head = self._first
-        self._opened = ""  # text since the mark of the call that is being read
+        self._opened = ""  # text from the beginning of the current call on
         self._end = re.compile(rf"\s*{_pattern(format.after_arguments)}")
 
     def push(self, text: str, *, is_last: bool = False) -> list[AnswerDelta]:
-        """Read more text of the answer, and return the parts that are complete enough to report.
+        """Read the next piece of the answer, and return all new parts that are certain.
+
+        Text that may be the beginning of a call is kept until the next call of `push`.
 
         Args:
-          text: the new text.
-          is_last: whether the answer is complete.
+          text: the next piece of the answer.
+          is_last: whether this is the last piece.
         """
         self._buffer += text
         deltas: list[AnswerDelta] = []
@@ -109,13 +114,15 @@ class ToolReader:
             self._place = "python"
             return []
         found = self._head.match(self._buffer)
-        # If the format has no text after a name, a name is complete when another character follows.
+        # If the format has no text after a name, the name is complete only when another character
+        # follows it.
         if found and (found.end() < len(self._buffer) or is_last or self._format.after_name):
             self._buffer = self._buffer[found.end() :]
             return self._begin(found["name"])
         if not is_last and len(self._buffer) <= _MAX_HEAD:
             return []
-        # The answer was cut short or is no call, so the beginning of the call counts as text.
+        # The answer was cut short, or this is not a call. So treat the beginning of the call as
+        # text.
         text, self._buffer, self._place = self._opened + self._buffer, "", "text"
         self._is_start = False
         return [AnswerDelta("content", text)]
@@ -156,35 +163,35 @@ class ToolReader:
         elif len(rest) > _MAX_HEAD:
             self._place = "text"
         if is_last:
-            self._buffer = ""  # leave out an argument that was cut short
+            self._buffer = ""  # drop an argument that was cut short
         return []
 
     def _read_text_value(self, is_last: bool) -> list[AnswerDelta]:
-        """Read a piece of a text in tags, which is reported without waiting for its end."""
+        """Read a piece of a string in tags, and return it without waiting for the closing tag."""
         after = self._format.after_value.rstrip()
         text, ended, rest = self._buffer.partition(after)
         held = 0 if ended else overlap(text, after)
         self._buffer = rest if ended else text[len(text) - held :]
         self._is_in_text = not ended
         if is_last and not ended:
-            self._buffer = ""  # a closing tag that was cut short
+            self._buffer = ""  # the rest is a closing tag that was cut short
         piece = json.dumps(text[: len(text) - held], ensure_ascii=False)[1:-1]
         return [AnswerDelta("arguments", piece + ('"' if ended else ""))]
 
     def _is_text(self, key: str) -> bool:
-        """Return whether the value of a key is a text according to the schema of the function."""
+        """Return whether an argument is a string according to the schema of the function."""
         if self._name not in self._schemas:
             parameters = self._functions.get(self._name, {}).get("parameters") or {}
             self._schemas[self._name] = argument_schemas(parameters)
         return is_text(self._schemas[self._name].get(key))
 
     def _pair_start(self, key: str) -> str:
-        """Return the JSON before a value: the start of the object or a separator, and the key."""
+        """Return the JSON text before a value: an opening brace or a comma, and the key."""
         self._num_pairs += 1
         return f"{'{' if self._num_pairs == 1 else ', '}{json.dumps(key, ensure_ascii=False)}: "
 
     def _read_after(self, is_last: bool) -> list[AnswerDelta]:
-        """Skip the text after the arguments, up to the next call or to the end of all calls."""
+        """Skip the text after arguments, up to the next call or the end of all calls."""
         format, text = self._format, self._buffer
         ended = self._end.match(text)
         if ended is None:
@@ -203,15 +210,18 @@ class ToolReader:
         return self._leave(is_last or len(rest) > _MAX_HEAD, "")
 
     def _leave(self, is_over: bool, expected: str) -> list[AnswerDelta]:
-        """Return to the text after a call, if the call is over."""
+        """Continue in the state "text" if the call is complete.
+
+        `expected` is a regular expression for text that should still come after the call.
+        """
         if is_over:
             self._place, self._skips_space = "text", True
             if expected:
-                self._buffer = ""  # the answer was cut short within the text after a call
+                self._buffer = ""  # the rest is the text after a call, which was cut short
         return []
 
     def _read_python(self, is_last: bool) -> list[AnswerDelta]:
-        """Read a whole list of calls: Python's parser needs all of it."""
+        """Read a list of Python calls once it is complete; Python's parser needs all of it."""
         closing = self._format.closing.removeprefix("]")
         end = _BracketScanner("()[]{}", "\"'").push(self._buffer)
         after = self._buffer[end:]
@@ -229,7 +239,7 @@ class ToolReader:
 
 
 def _as_json(value: str) -> str:
-    """Return a value in tags as JSON: the same value if it is JSON, otherwise a text."""
+    """Convert a value in tags to JSON: a value that is not valid JSON becomes a string."""
     try:
         found = json.loads(value, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
@@ -242,11 +252,11 @@ def _reject_constant(name: str) -> None:
 
 
 class _BracketScanner:
-    """Finder of the end of an object or a list in a text that comes in pieces.
+    """Scanner that finds the end of an object or a list in a text that arrives in pieces.
 
     Args:
-      brackets: opening and closing brackets, each opening bracket before its closing bracket.
-      quotes: characters that begin and end a text.
+      brackets: pairs of an opening and a closing bracket, such as ``"{}[]"``.
+      quotes: characters that begin and end a string.
     """
 
     def __init__(self, brackets: str, quotes: str):
@@ -257,7 +267,7 @@ class _BracketScanner:
         self.has_begun = False
 
     def push(self, text: str) -> int:
-        """Return the index after the end in a new piece; -1 if the object or list goes on."""
+        """Scan the next piece; return the index after the end, or -1 if the end is not in it."""
         self.has_begun |= bool(text)
         for index, char in enumerate(text):
             if self._quote:
@@ -298,7 +308,7 @@ def overlap(text: str, marker: str) -> int:
 
 
 def _pattern(text: str) -> str:
-    """Return a regular expression for a text of a format. The white space in it may differ."""
+    """Return a regular expression that matches a text of a format, with any white space."""
     parts = []
     for part in re.split(rf"(\s+|{ID}|{NUMBER})", text):
         if part in _HOLES:
@@ -311,7 +321,7 @@ def _pattern(text: str) -> str:
 
 
 def _python_calls(source: str) -> list[list[AnswerDelta]] | None:
-    """Return the calls in a list of Python calls; None if the source is something else."""
+    """Parse a list of Python calls; None if `source` is not such a list."""
     try:
         [listed] = ast.parse(source.strip()).body
         assert isinstance(listed, ast.Expr) and isinstance(listed.value, ast.List)
