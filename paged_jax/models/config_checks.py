@@ -36,7 +36,7 @@ _FACTORS = (
 _OPTIONAL = (
     "attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping", "swiglu_limit",
 )  # fmt: skip
-# Far above any real model: a mistyped size fails here, before it exhausts the memory.
+# Limits far above any real model. They reject a mistyped size before it exhausts the memory.
 _MAX_HEAD_DIM, _MAX_LAYERS = 1 << 16, 10_000
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

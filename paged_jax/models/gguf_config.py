@@ -32,7 +32,7 @@ _IGNORED = frozenset(
         "attention.layer_norm_epsilon", "decoder_start_token_id", "use_parallel_residual",
     )
 )  # fmt: skip
-# Entries that change the results unless they have one of these values.
+# Entries of unsupported features, each with the values for which it has no effect.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0,),

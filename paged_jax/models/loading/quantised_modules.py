@@ -34,8 +34,8 @@ FLOATS = ("F32", "BF16", "F16")
 # floats.
 _MIN_GROUP = 16
 _LOOKED_UP = 1 << 16  # values that `look_up` processes at a time
-# Factors that turn all numbers of a code into integers, by the name of the code. A matrix that
-# cannot be packed is stored as these integers in int8.
+# For each code, the factor that turns its numbers into integers. If a
+# matrix cannot be packed, these integers are stored as int8.
 _INTEGER_FACTORS = {"int4": 1, "uint4": 1, "e2m1": 2}
 
 

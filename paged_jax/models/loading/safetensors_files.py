@@ -86,7 +86,7 @@ _ACTIVATIONS = (
     ".input_scale", ".activation_scale", ".input_global_scale", ".input_zero_point",
     ".input_scale_ub", ".output_scale",
 )  # fmt: skip
-# Scales of a KV cache of 8 bits, which attention modules or their projections may have.
+# Scales of an 8-bit KV cache. They are stored in attention modules or in their projections.
 _KV_SCALES = re.compile(r"\.(q|k|v|kv)_(scale|zero_point)$|\.[kv]_proj\.output_scale$")
 _END = re.compile(
     "(" + "|".join(map(re.escape, sorted((*_ENDS, *_ACTIVATIONS, _WEIGHT), key=len))) + ")$"

@@ -9,7 +9,7 @@ _ANNOTATIONS = frozenset({
     "$comment", "$schema", "default", "deprecated", "description", "example", "examples",
     "readOnly", "title", "writeOnly",
 })  # fmt: skip
-# Keys that state which unnamed properties an object may have, and keys that combine schemas.
+# Keys about properties of an object that are not listed, and keys that combine schemas.
 _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 _JOINED = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "if", "dependentSchemas")
 

@@ -206,7 +206,7 @@ def _python(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
         return '"None"'
     if kind in ("string", "integer", "number"):
         return _json(schema, options)  # JSON and Python write these alike
-    # JSON without true, false and null is a Python literal.
+    # JSON values without true, false and null are also Python literals. So allow only these.
     scalar = {"type": ["string", "number"]}
     inner = {"anyOf": [scalar, {"type": "array", "items": scalar}]}
     if kind == "array":
