@@ -1,9 +1,9 @@
 """Positions in the paged cache for a step's new tokens, and attention over the cache.
 
 A step appends up to T tokens to each of B sequences. The model sees them as N = B * T flattened
-tokens, some of which are padding. For each token, `BatchPlaces` holds the block and the offset in
-the block to which its keys and values are written. For each sequence, it holds the block table and
-the length that attention needs. `decode_attention` and `prefill_attention` return the function that
+tokens, including padding tokens. For each token, `BatchPlaces` holds the place of its keys and
+values: a block and an offset in the block. For each sequence, it holds the block table and the
+length that attention needs. `decode_attention` and `prefill_attention` return the function that
 a model calls in each layer::
 
     layer i:    output, carry = attend(i, heads, carry)
@@ -194,8 +194,8 @@ def reserve_places(
         )
     num_slots, lengths = cache.num_slots, cache.lengths
     is_row = slots >= 0
-    # A negative index would count from the end. Rows to skip therefore get an index past the end,
-    # whose reads return a fill value and whose writes are dropped.
+    # A negative index would count from the end. Rows to skip therefore get an index past the end:
+    # reads of it return a fill value, and writes to it are dropped.
     rows = jnp.where(is_row, slots, num_slots)
     starts, most = take_or_fill(lengths, rows), T
     if has_tiles:

@@ -164,7 +164,7 @@ def name_mlp(module: str) -> dict[str, str]:
 
 
 def name_experts(module: str) -> dict[str, str]:
-    """Return the tensor names of experts whose matrices are called w1, w2 and w3.
+    """Return the tensor names of experts with matrices called w1, w2 and w3.
 
     `module` is the name of the experts in their layer, and ``*`` in a tensor name stands for the
     number of an expert. The keys of the result are names of parameters.
@@ -217,7 +217,7 @@ class MixerKeys:
       norm_switches: two keys with booleans: whether the mixer has a norm, and whether this norm
         precedes the output gate. None if ``config.json`` does not determine the norm.
       layer_types_key: key of the list with the type of each layer.
-      uniform_type: type of all layers, for a family whose files have no such list; None otherwise.
+      uniform_type: type of all layers, for a family without this list in its files; None otherwise.
       recurrent_type: name of recurrent layers in this list.
       layer_types: other type names that may occur in files, mapped to the names in `layer_groups`.
       mlp_types: types of layers that consist of only an MLP, mapped to the type of the MLP. If it

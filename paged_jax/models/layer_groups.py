@@ -261,7 +261,7 @@ def _rank(group: LayerGroup) -> tuple[bool, int]:
 
 
 def group_states(states: Sequence[tuple[StateShape, ...]]) -> tuple[LayerGroup, ...]:
-    """Group the recurrent layers whose state arrays have the same shapes.
+    """Group recurrent layers with state arrays of the same shapes.
 
     Args:
       states: state arrays of each layer; empty for layers that are not recurrent.

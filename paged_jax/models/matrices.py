@@ -144,7 +144,7 @@ def get_matrix(
       name: name of the matrix in the module.
       format: storage format of the matrix.
       dtype: dtype of the floating-point parameters of the model.
-      stack: stacked parameters of which `module` is a slice, in a scan over layers; or None.
+      stack: stacked parameters that contain `module` as a slice, in a scan over layers; or None.
       layer: index of `module` in the stack, i32 ``[]``; None without a stack.
     """
     whole = None
@@ -166,7 +166,7 @@ class LayerParameters:
 
     Attributes:
       layer: module of the layer, with the attributes `formats` and `float_dtype`.
-      stack: stacked parameters of which `layer` is a slice, in a scan over layers; or None.
+      stack: stacked parameters that contain `layer` as a slice, in a scan over layers; or None.
       index: index of the layer in the model; i32 ``[]`` in a scan over layers.
       backend: backend of the matrix multiplications, see `linear`.
     """
@@ -266,8 +266,8 @@ def _take_from_lanes(table: jax.Array, token_ids: jax.Array) -> jax.Array:
 
 
 # Formats of the large matrices, by the value of the option `dtype`. The output head is always int8,
-# because errors in it matter most. A matrix whose number of inputs (on each device) is not a
-# multiple of the group size gets int8 instead of int4.
+# because errors in it matter most. int8 is used instead of int4 if a matrix's number of inputs (on
+# each device) is not a multiple of the group size.
 DTYPE_FORMATS = {
     "int8": INT8,
     "fp8": WeightFormat("float8_e4m3fn", None, "float32"),
@@ -275,7 +275,7 @@ DTYPE_FORMATS = {
     "int4-symmetric": WeightFormat("int4", 32, "bfloat16"),
 }
 
-# Matrices whose names do not end with "_proj". All parameters with other names are not matrices.
+# All matrices with names that do not end with "_proj".
 _OTHER_MATRICES = (
     "embed_tokens",
     "embed_tokens_per_layer",
@@ -401,7 +401,7 @@ class MatrixFormats:
 
     @property
     def differing(self) -> tuple[str, ...]:
-        """Names of the matrices, such as ``"o_proj"``, whose format differs between layers."""
+        """Names, such as ``"o_proj"``, of matrices with different formats in different layers."""
         kinds = {_LAYER.sub("", name) for name, _ in self.others if _LAYER.match(name)}
         return tuple(sorted(kinds))
 

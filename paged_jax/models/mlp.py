@@ -10,7 +10,7 @@ token chose are not read::
     of tokens     1   0  1  2   0  2
 
 Rows of padding tokens come last, and no expert computes them. With tensor parallelism, this also
-applies to rows whose expert is on another device.
+applies to rows of experts on other devices.
 """
 
 import functools

@@ -2,7 +2,7 @@
 
 Attention is divided by heads, an MLP by its intermediate features or its experts, and embeddings
 and output head by tokens of the vocabulary (Megatron-LM, arXiv 1909.08053). In `jax.shard_map`,
-each device runs a smaller model, whose config `shard_config` returns. The hidden states are the
+each device runs a smaller model with the config from `shard_config`. The hidden states are the
 same on all devices. If there are fewer KV heads than devices, several devices hold the keys and
 values of the same head, see `widen_config`.
 """
@@ -33,7 +33,7 @@ from paged_jax.models.matrices import (
     matrix_name,
 )
 
-# Name of the mesh axis over whose devices a model is divided.
+# Name of the mesh axis of the devices over which a model is divided.
 AXIS = "tp"
 
 # Dimension of each parameter that is divided over the devices. It is counted from the end, because
@@ -115,7 +115,7 @@ class DeviceShard:
         return lax.pmean(x, self.axis_name)
 
     def look_up(self, table: Weight, token_ids: jax.Array) -> jax.Array:
-        """Look up embeddings in a table whose rows are divided over the devices.
+        """Look up embeddings in a table with rows divided over the devices.
 
         For the arguments, see `matrices.look_up`. `table` holds the rows of this device.
         """
@@ -133,7 +133,7 @@ class DeviceShard:
 
 
 def widen_config(config: LlamaConfig, num_devices: int) -> LlamaConfig:
-    """Return a config whose KV heads are repeated, so that each device has at least one.
+    """Return a config with repeated KV heads, so that each device has at least one head.
 
     The additional heads are copies, so the model computes the same function. With latent attention,
     each device keeps a copy of the latent vectors of all tokens.

@@ -106,7 +106,7 @@ _OTHER: Mapping[str, Mapping[str, str]] = {
 # above, because their suffixes differ.
 _SINKS = "attn_sinks.weight", "self_attn.sinks"
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)(?:\.(\d+))?\.(weight|bias)")
-# Families in whose GGUF files llama.cpp has reordered the rows of the query and key projections.
+# Families for which llama.cpp reorders the rows of the query and key projections in GGUF files.
 _REORDERED = ("llama", "mixtral")
 
 
@@ -216,7 +216,7 @@ class GgufTensor(QuantisedTensor):
         """Return the index in the file of each of the given rows of the Hugging Face tensor.
 
         The two differ because llama.cpp rotates pairs of neighbouring elements, (0, 1), (2, 3) and
-        so on. Hugging Face models rotate pairs whose distance is half of the head. So row i of the
+        so on. Hugging Face models rotate pairs at a distance of half of the head. So row i of the
         first half of a head is row 2 i of this head in the file, and row i of the second half is
         row 2 i + 1.
         """

@@ -117,9 +117,9 @@ def load_checkpoint(
     if formats is None:
         formats = find_saved_formats(path, config, dtype=dtype, dequantise=dequantise)
     spec = ModelSpec(model_class, config, floats, scan_layers, sharding, formats)
-    # Matrices whose format changes are first restored in the saved format, and then converted. The
-    # conversion may change which matrices can be stacked. In this case, layers are kept separate
-    # until the conversion is done.
+    # If the format of a matrix changes, it is first restored in the saved format, and then
+    # converted. The conversion may change which matrices can be stacked. In this case, layers are
+    # kept separate until the conversion is done.
     kept = own.with_floats(floats)
     stacks = scan_layers and kept.differing == formats.differing
     changed = dataclasses.replace(spec, scan_layers=stacks)
@@ -248,7 +248,7 @@ def _change_formats(
     target: MatrixFormats,
     targets: Targets,
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Convert the matrices whose format changes, by dequantising and quantising them again.
+    """Convert matrices to another format, by dequantising and quantising them again.
 
     Args:
       arrays: names and arrays of all parameters. The arrays of a matrix should follow each other,

@@ -284,7 +284,7 @@ def _text(value: Any) -> str | None:
 
 
 # Rules that split a text into words before byte pairs are merged, by the names that GGUF files use.
-# The regular expressions are those of the tokenizers with which the models were trained.
+# The regular expressions are the same as in the original tokenizers of the models.
 
 _SPACES = r"\s+(?!\S)|\s+"
 _GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"

@@ -221,8 +221,8 @@ class GrammarCursor:
 
     Args:
       grammar: the grammar.
-      params: parameters of the request, of which `min_tokens`, `stop_token_ids` and `ignore_eos`
-        are used.
+      params: parameters of the request. Only `min_tokens`, `stop_token_ids` and `ignore_eos` are
+        used.
 
     Attributes:
       forced: tokens that are forced to come next. The last is an end token if the text must end

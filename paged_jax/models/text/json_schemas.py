@@ -15,12 +15,12 @@ _JOINED = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "if", "dependentSch
 
 
 class _SchemaKeys(NamedTuple):
-    """Keys of a JSON schema whose values contain inner schemas.
+    """Keys of a JSON schema that contain inner schemas.
 
     Attributes:
-      mappings: keys whose value is an object with a schema for each name.
-      lists: keys whose value is a list of schemas.
-      single: keys whose value is a schema.
+      mappings: keys of objects with a schema for each name.
+      lists: keys of lists of schemas.
+      single: keys of single schemas.
     """
 
     mappings: tuple[str, ...]
@@ -40,8 +40,8 @@ class _SchemaKeys(NamedTuple):
         return new
 
 
-# `_ALL` contains all keys with inner schemas. `_CLOSABLE` contains only the keys whose inner
-# schemas `close` closes, too.
+# `_ALL` contains all keys with inner schemas. `_CLOSABLE` contains only the keys of inner
+# schemas that are closed by `close` as well.
 _CLOSABLE = _SchemaKeys(
     ("properties", "patternProperties", "$defs", "definitions"),
     ("anyOf", "oneOf", "prefixItems"),
@@ -125,7 +125,7 @@ _MAX_GROWTH = 4
 
 
 def merged(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Join the objects in each `allOf` to one, and references with the keys beside them.
+    """Join the objects in each `allOf`, and join references with the other keys next to them.
 
     The result accepts the same texts. Recursive objects, and objects with keys that are not in
     `_OBJECT_KEYS`, are not joined.

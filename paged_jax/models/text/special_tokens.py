@@ -52,7 +52,7 @@ def add_special_tokens(
 ) -> dict[str, str]:
     """Add special tokens that the files next to ``tokenizer.json`` define to a tokenizer.
 
-    Tokens whose ids the files state are added first, in the order of the ids. Then tokens with a
+    Tokens with ids in the files are added first, in the order of the ids. Then tokens with a
     name, and other special tokens are added. A token that is not in the vocabulary gets the next
     free id.
 

@@ -1,4 +1,4 @@
-r"""Formats in which chat models write tool calls, detected from their chat templates.
+r"""Formats of tool calls that chat models write, detected from their chat templates.
 
 A tool call consists of the name of the function and its arguments, with fixed texts around them::
 
@@ -30,7 +30,7 @@ ID, NUMBER = "\ue000", "\ue001"
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """Format in which a model writes tool calls.
+    """Format of the tool calls that a model writes.
 
     Attributes:
       before_name: text before the name of the function.
@@ -65,7 +65,7 @@ class ToolFormat:
 
     @property
     def mark(self) -> str:
-        """Tag or special token with which the first call begins; empty if there is none.
+        """Tag or special token at the start of the first call; empty if there is none.
 
         If it is empty, calls are recognised only at the start of an answer.
         """
@@ -101,7 +101,7 @@ class ToolSupport:
     format: ToolFormat | None = None
 
     def with_special_tokens(self, token_ids: Mapping[str, int]) -> "ToolSupport":
-        """Return a copy whose format contains the ids of the special tokens in its texts.
+        """Return a copy in which the format has the ids of the special tokens in its texts.
 
         `token_ids` are the ids of all special tokens by name.
         """
@@ -206,7 +206,7 @@ def _find_format(text: str, called: str, twice: str | None) -> ToolFormat | None
     """Derive the format of tool calls from rendered chats; None if it cannot be recognised.
 
     Args:
-      text: a rendered chat whose last message has the content `_TEXT`.
+      text: a rendered chat that ends with a message with the content `_TEXT`.
       called: the same chat with one call instead of the content.
       twice: the same chat with two calls; None if the template rejects two calls.
     """
@@ -297,7 +297,7 @@ def _with_affixes(format: ToolFormat, gap: str | None, before: str) -> ToolForma
     """Add the texts before names and around several calls to a format; None if impossible.
 
     Args:
-      format: format of the arguments, in which `after_arguments` is all text after them.
+      format: format of the arguments; its `after_arguments` is all text after them.
       gap: text between the arguments of a call and the name of the next; None if unknown.
       before: all text in the message before the name of the first call.
     """
