@@ -421,8 +421,8 @@ def _read_multipliers(config: Mapping[str, Any], family: Family) -> Multipliers:
             value = value[index] if isinstance(value, list) and len(value) > index else value
         if not is_real(value):
             raise ValueError(
-                f"LlamaConfig: {key} must be a number or a list with enough numbers, got "
-                f"{config.get(key)!r}."
+                f"LlamaConfig: {key} must be a number, or a list with a number for each "
+                f"multiplier, got {config.get(key)!r}."
             )
         factors[name] = float(value)
     return Multipliers(**factors)

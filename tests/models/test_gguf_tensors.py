@@ -124,5 +124,5 @@ def test_a_file_that_becomes_shorter_is_an_error(tmp_path):
     path = write(tmp_path / "x.gguf", {"general.architecture": "llama"}, tensors)
     tensor = GgufTensor.of(GgufFile.open(path).tensors["w"])
     path.write_bytes(path.read_bytes()[:-32])
-    with pytest.raises(WeightsError, match="the file has become shorter"):
+    with pytest.raises(WeightsError, match="the file .* has become shorter"):
         tensor.read((slice(None),), _F32)

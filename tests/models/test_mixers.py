@@ -231,7 +231,7 @@ def test_from_dict_reads_the_factors_of_falcon_files() -> None:
     assert [group.layers for group in config.state_groups] == [tuple(range(5))]
     with pytest.raises(ValueError, match="ssm_multipliers must be a list of 5 numbers"):
         LlamaConfig.from_dict({**given, "ssm_multipliers": [1.0, 2.0]})
-    with pytest.raises(ValueError, match="mlp_multipliers must be numbers"):
+    with pytest.raises(ValueError, match="mlp_multipliers must be a number, or a list"):
         LlamaConfig.from_dict({**given, "mlp_multipliers": [1.0]})
 
 

@@ -352,7 +352,11 @@ def test_from_pretrained_reads_fused_and_separate_experts(
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("olmoe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        (
+            "olmoe",
+            {"decoder_sparse_step": 2},
+            "decoder_sparse_step must be 1 for OlmoeForCausalLM, got 2",
+        ),
         ("mixtral", {"mlp_only_layers": [0]}, "mlp_only_layers"),
         ("mixtral", {"n_group": 2}, "n_group"),
         ("qwen3_moe", {"mlp_only_layers": 0}, "mlp_only_layers must be a list"),
