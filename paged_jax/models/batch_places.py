@@ -194,8 +194,7 @@ def reserve_places(
         )
     num_slots, lengths = cache.num_slots, cache.lengths
     is_row = slots >= 0
-    # A negative index would count from the end. Rows to skip therefore get an index past the end:
-    # reads of it return a fill value, and writes to it are dropped.
+    # Rows to skip get an index past the end, because a negative index counts from the end.
     rows = jnp.where(is_row, slots, num_slots)
     starts, most = take_or_fill(lengths, rows), T
     if has_tiles:
@@ -204,14 +203,12 @@ def reserve_places(
     else:
         requested = jnp.zeros(num_slots, jnp.int32)
         requested = put_or_drop(requested, rows, num_tokens.astype(jnp.int32))
-    # If a slot does not exist, no row may be appended. `reserve` fails if it is asked for -1
-    # tokens.
+    # If a slot does not exist, request -1 tokens, so that `reserve` fails.
     requested = jnp.where(jnp.all(slots < num_slots), requested, -1)
     cache, ok = paged_cache.reserve(cache, requested, max_tokens=most, backend=backend)
     num_tokens = jnp.where(is_row & ok, num_tokens, 0)
     if postpones and cache.states is not None:
-        # The recurrence applies all accepted tokens at once. So the only earlier state that can be
-        # kept as a mark (see `state_tables`) is the state before these tokens.
+        # All tokens are added in one step, so only the state before them can become a mark.
         cache = cache.replace_states(plan_marks, (requested > 0) & ok, lengths, 1)
     states = StatePlaces.of_rows(cache, jnp.where(num_tokens > 0, rows, num_slots), postpones)
     if postpones and states is not None:

@@ -537,7 +537,7 @@ def test_tensors_that_contradict_the_config_are_rejected(tmp_path) -> None:
     other["config_groups"]["group_0"]["targets"] = ["re:.*up_proj"]
     with pytest.raises(WeightsError, match=f"no entry of .* applies to {MODULE}"):
         read(tmp_path, other)
-    with pytest.raises(WeightsError, match="qweight is missing, but the format gptq requires it"):
+    with pytest.raises(WeightsError, match="qweight is missing, but gptq requires it"):
         read(tmp_path, gptq()[0])
     write(tmp_path, {"weight": np.zeros((OUT, IN), np.float32)})
     with pytest.raises(WeightsError, match="describes quantised weights, but no tensor in"):

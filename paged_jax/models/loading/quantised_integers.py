@@ -103,8 +103,7 @@ class BitsandbytesInt8Matrix(ModuleMatrix):
 class IntegerMatrix(ModuleMatrix):
     """Base class of matrices of unsigned integers with a zero point for each scale."""
 
-    # Name endings of the tensors with the zero points and with the group of each input, see
-    # `ModuleMatrix.required`.
+    # Name endings of the tensors with the zero points and with the group of each input.
     zeros: ClassVar[str]
     group_of_input: ClassVar[str] = ""
 
@@ -164,8 +163,7 @@ class IntegerMatrix(ModuleMatrix):
     def _dequantise(self, rows: slice) -> np.ndarray:
         if not self._has_zeros:
             return super()._dequantise(rows)
-        # Subtract the zero points before multiplying, as the tools do. With float32 scales, the
-        # other order gives slightly different results.
+        # Subtract before multiplying, as the tools do: the order changes float32 results.
         scales = self._finite_groups(rows).scales
         numbers = self._read_unsigned(rows).astype(np.float32)
         grouped = self._layout.by_group(numbers)
@@ -284,11 +282,10 @@ class AwqMatrix(TransposedMatrix):
 class GptqMatrix(TransposedMatrix):
     """Matrix in the formats ``gptq`` (version 1) and ``gptq_v2``.
 
-    The tensor `g_idx` holds the group of each input. In version 1, stored zero points are 1 less
-    than the actual zero points (`Scheme.zero_offset`), modulo 16 for 4 bits. So the zero point 0 is
-    stored as 15. Symmetric matrices have the zero point 8, or 128 with 8 bits. If a checkpoint
-    claims to be version 1, but stores 8 (or 128) everywhere, a tool has written it in version 2. It
-    is then read as version 2.
+    `g_idx` holds the group of each input. Version 1 stores each zero point minus 1, modulo 16 (4
+    bits) or 256 (`Scheme.zero_offset`). Symmetric matrices have the zero point 8, or 128 with 8
+    bits. If a checkpoint claims to be version 1, but stores 8 (or 128) everywhere, a tool has
+    written it in version 2, and it is read as version 2.
     """
 
     optional = (".g_idx",)

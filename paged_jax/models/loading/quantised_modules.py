@@ -145,15 +145,13 @@ class ModuleMatrix(QuantisedTensor):
         """Combine the tensors of a module to one quantised matrix.
 
         Raises:
-          WeightsError: a tensor is missing, does not belong to this format, or does not fit the
-            others.
+          WeightsError: a tensor is missing, not part of this format, or does not fit the others.
         """
         name = module + cls.result
         for end in cls.required:
             if end not in parts:
                 raise WeightsError(
-                    f"load_weights: {module + end} is missing, but the format {scheme.reader} "
-                    "requires it."
+                    f"load_weights: {module + end} is missing, but {scheme.reader} requires it."
                 )
         for end in parts:
             if end not in cls.required + cls.optional:
@@ -206,10 +204,9 @@ class ModuleMatrix(QuantisedTensor):
         return low_nibbles_first(pairs)
 
     def _read_pairs(self, rows: slice) -> np.ndarray | None:
-        """Read the 4-bit values of rows as pairs in bytes, uint8 ``[rows, in / 2]``.
+        """Read 4-bit values as pairs in bytes, uint8 ``[rows, in / 2]``, the first in low bits.
 
-        The first value of a pair is in the low bits. The result is None if the file does not store
-        the values of neighbouring inputs in the same byte.
+        Returns None if the file does not store neighbouring inputs in the same byte.
         """
         return None
 
@@ -269,9 +266,7 @@ class ModuleMatrix(QuantisedTensor):
             groups = self._read_groups(rows)
         for array in groups:
             if array is not None and not is_finite(array):
-                raise WeightsError(
-                    f"load_weights: the scales of {self.name} must be finite, got infinity or NaN."
-                )
+                raise WeightsError(f"load_weights: the scales of {self.name} must be finite.")
         return groups
 
     def _dequantise(self, rows: slice) -> np.ndarray:

@@ -87,9 +87,7 @@ class StoredTensor:
         with np.errstate(over="ignore"):  # infinity is reported below
             values = self._read(index).astype(dtype, copy=False)
         if not is_finite(values):
-            raise WeightsError(
-                f"load_weights: {self.name} must be finite in {dtype.name}, got infinity or NaN."
-            )
+            raise WeightsError(f"load_weights: {self.name} must be finite in {dtype.name}.")
         return values
 
     def read_raw(self, index: tuple[slice, ...] = ()) -> np.ndarray:
@@ -102,9 +100,7 @@ class StoredTensor:
           WeightsError: the file cannot be read, or its dtype is not supported.
         """
         if (dtype := _NUMPY_DTYPES.get(self.dtype)) is None:
-            raise WeightsError(
-                f"load_weights: {self.name} has the dtype {self.dtype}, which is not supported."
-            )
+            raise WeightsError(f"load_weights: {self.name} has unsupported dtype {self.dtype}.")
         rows, columns = index[:1], index[1:]
         full = self.shape[1 : len(index)]
         if all(
