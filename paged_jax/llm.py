@@ -145,8 +145,8 @@ class LLM(Engine):
     def speed_note(self) -> Callable[[float], str]:
         """Return a function for the argument `note` of `Status.advance`.
 
-        It takes the seconds since this call, and returns the generated tokens per second since
-        then and the use of the cache as text.
+        The function takes the seconds since this call. It returns a text with the tokens generated
+        per second since then, and the fraction of the cache in use.
         """
         before = self.stats.num_generated_tokens
 

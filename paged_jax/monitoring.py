@@ -88,8 +88,8 @@ class Status:
 
         Args:
           num: number of units done since the last call.
-          note: function that takes the seconds since the bar appeared, and returns a text for the
-            right end of the bar, such as the speed.
+          note: function that takes the seconds since the bar was created, and returns a text for
+            the right end of the bar, such as the speed.
         """
         if self._bar is None:
             return

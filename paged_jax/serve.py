@@ -181,8 +181,8 @@ def make_parser() -> Parser:
     _add_process_arguments(server)
     limits = parser.add_argument_group(
         "limits",
-        "maximum values; a request or connection that exceeds a limit gets an error, which names "
-        "the limit",
+        "maximum values for requests and connections; error messages name the limit that was "
+        "exceeded",
     )
     for field in dataclasses.fields(Limits):
         default = "" if field.default is None else f"; default: {field.default}"
@@ -229,8 +229,8 @@ def _add_access_arguments(server: argparse._ArgumentGroup) -> None:
         "--allowed-host",
         action="append",
         metavar="NAME",
-        help="accepted name in the Host header; may be repeated; default: all names, or only the "
-        "names of this machine if --host is a loopback address",
+        help="accepted name in the Host header; may be repeated; default: all names, or only "
+        "localhost, 127.0.0.1 and ::1 if --host is a loopback address",
     )
     server.add_argument(
         "--keep-alive",

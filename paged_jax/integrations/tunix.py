@@ -114,7 +114,7 @@ class PagedRollout(base_rollout.BaseRollout):
       rollout_actor: the model of the trainer.
       tokenizer: the tokenizer of the trainer.
       mesh: the devices for the engine.
-      rollout_config: Tunix's config; its maximum lengths and its seed are used.
+      rollout_config: Tunix's config; its maximum lengths, temperature and seed are used.
       config: configuration of the model; by default ``config_of(rollout_actor)``.
       mapping: maps names of the trainer's parameters, see `LLM.update_params`.
       tolerance: largest allowed difference of log-probabilities between the forward passes, in

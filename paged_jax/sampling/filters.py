@@ -291,8 +291,8 @@ def search_cut(
     """Compute `_highest_cut` in 32 / num_bits passes, each with 2**num_bits - 1 cut-offs."""
     num_rows, vocab_size = z.shape
     num_cuts = 2**num_bits - 1
-    # On GPUs, with several cut-offs, a first kernel sums groups of elements, and a second kernel
-    # adds the sums of the groups. With one cut-off, a row is a single group.
+    # With several cut-offs (on GPUs and TPUs), a first kernel sums groups of elements, and a second
+    # kernel adds the sums of the groups. With one cut-off, a row is a single group.
     group = _GROUP if num_cuts > 1 else vocab_size
     widths = ((0, 0), (0, -vocab_size % group))
     z = jnp.pad(z, widths, constant_values=-jnp.inf).reshape(num_rows, -1, group)
