@@ -269,7 +269,7 @@ def next_places(
     The blocks must be reserved already.
 
     Args:
-      cache: the cache to which the blocks belong.
+      cache: the cache with these blocks.
       block_tables: i32 ``[B, M]`` for each group of the cache, block table of each row.
       lengths: i32 ``[B]``, sequence lengths without the next token.
       active: bool ``[B]``, False for rows that get no token.
@@ -300,7 +300,7 @@ def next_places(
 def decode_attention(
     function: str, places: BatchPlaces, config: LlamaConfig, *, cascade: bool, backend: str | None
 ) -> Attend[GroupPools]:
-    """Return the `attend` function of a decode step, in which each row has one new token.
+    """Return the `attend` function of a decode step with one new token per row.
 
     Args:
       function: function name for error messages.

@@ -438,7 +438,7 @@ class LlamaConfig:
 
     @functools.cached_property
     def state_groups(self) -> tuple[LayerGroup, ...]:
-        """Groups of recurrent layers whose states have equal shapes; empty without such layers."""
+        """Groups of recurrent layers with states of equal shapes; empty without such layers."""
         return group_states(self.state_shapes)
 
     @property

@@ -104,7 +104,7 @@ class Router:
       group_score: score of a group: ``"max"``, the largest score of its experts, or ``"top2"``, the
         sum of the two largest. The correction bias is included.
       epsilon: constant added to the sum of the weights when the weights are divided by this sum.
-      factor: factor by which all weights are multiplied at the end.
+      factor: factor that multiplies all weights at the end.
       has_expert_scale: whether each weight is also multiplied by a learned scalar of its expert.
       scales_inputs: whether the weights multiply the inputs of the experts instead of their
         outputs.

@@ -63,7 +63,7 @@ _DENSE_KEYS: Mapping[str, tuple[str, ...]] = {
 _SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 # Alternative keys of the number of experts. transformers accepts all of them.
 _NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-# Functions that read the fields whose values are not integers.
+# Functions that read fields with values that are not integers.
 _READERS: Mapping[str, Callable[[Mapping[str, Any], str], Any]] = {
     "norm_topk_prob": read_boolean,
     "swiglu_alpha": read_number,

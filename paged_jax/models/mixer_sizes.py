@@ -247,7 +247,7 @@ class Mamba2(Mixer):
         it is multiplied by the gate), or not at all (``"none"``). The norm is over all heads of a
         group together.
       norm_eps: constant added to the mean square in this norm.
-      time_limits: range to which time steps are clamped.
+      time_limits: range for clamping time steps.
       in_multiplier, out_multiplier: factors of the mixer's input and output, as in muP.
       piece_multipliers: factors of the five parts of the projection: gates, inputs, b, c and time
         steps.

@@ -36,7 +36,7 @@ from paged_jax.models.mixer_sizes import (
 
 Arrays = tuple[jax.Array, ...]
 
-# Time step to which ``mixer_time`` is initialised in a new model.
+# Initial time step of ``mixer_time`` in a new model.
 _TIME_STEP = 0.01
 # Constant added to the sum of squares of queries and keys of the delta rule.
 _L2_EPS = 1e-6

@@ -196,7 +196,7 @@ def clamped_swiglu(gate: jax.Array, up: jax.Array, *, alpha: float, limit: float
       gate: floating point ``[..., F]``. It is first clamped to at most `limit`.
       up: floating point ``[..., F]``. It is first clamped to ``[-limit, limit]``.
       alpha: factor inside the sigmoid.
-      limit: bound to which `gate` and `up` are clamped.
+      limit: bound for clamping `gate` and `up`.
     """
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)

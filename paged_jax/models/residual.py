@@ -74,7 +74,7 @@ def apply_norm(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Arra
 
 
 def effective_weight(config: LlamaConfig, weight: jax.Array) -> jax.Array:
-    """Return the factor by which a norm multiplies: ``norm_offset + weight``."""
+    """Return the factor of a norm: ``norm_offset + weight``."""
     return weight.astype(jnp.float32) + config.norm_offset if config.norm_offset else weight
 
 

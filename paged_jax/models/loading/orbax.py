@@ -167,7 +167,7 @@ def find_saved_formats(
 
 
 def _read_formats(path: Path, config: LlamaConfig) -> MatrixFormats:
-    """Return the formats in which the matrices of a checkpoint are stored."""
+    """Return the formats of the matrices in a checkpoint."""
     if not (path / _FORMATS).exists():
         return MatrixFormats(WeightFormat(config.dtype))
     try:

@@ -246,7 +246,7 @@ class TransposedMatrix(IntegerMatrix):
 
 
 class AwqMatrix(TransposedMatrix):
-    """Matrix in the format ``gemm`` of AutoAWQ, in which a word holds 8 outputs of an input."""
+    """Matrix in the format ``gemm`` of AutoAWQ. A word holds 8 outputs of an input."""
 
     def _find_shape(self) -> tuple[int, int]:
         num_inputs, words = matrix_shape(self.parts[".qweight"])
@@ -343,7 +343,7 @@ class GptqMatrix(TransposedMatrix):
 
 
 class MlxMatrix(IntegerMatrix):
-    """Matrix in the mode ``affine`` of MLX, whose weights are ``value * scale + bias``."""
+    """Matrix in the mode ``affine`` of MLX. A weight is ``value * scale + bias``."""
 
     required = (".weight", ".scales", ".biases")
     scales = ".scales"

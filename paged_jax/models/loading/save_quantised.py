@@ -295,7 +295,7 @@ class QuantisedWriter:
         Args:
           name: name of the matrix.
           mappings: mappings of the matrix to the Hugging Face tensor.
-          dtype: float dtype in which embeddings and the output head are written.
+          dtype: float dtype of the embeddings and the output head in the files.
         """
         format, tensor = self._formats[name], mappings[0].tensor
         given = (self._parameters.get(name + suffix) for suffix in ("", *SUFFIXES))

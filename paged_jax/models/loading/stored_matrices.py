@@ -292,7 +292,7 @@ def _runs_of_rows(
 def _overlaps(
     mappings: list[TensorMapping], starts: Shape, stops: Shape
 ) -> Iterator[tuple[TensorMapping, Index, Index]]:
-    """Yield the mappings whose boxes overlap a part of a parameter.
+    """Yield the mappings with boxes that overlap a part of a parameter.
 
     Args:
       mappings: mappings of the parameter.
@@ -320,7 +320,7 @@ def _slices(low: Shape, high: Shape, origin: Shape) -> Index:
 
 def aligned_empty(shape: Shape, dtype: np.dtype) -> np.ndarray:
     """Return an uninitialised array that XLA's CPU backend can use without copying it."""
-    # XLA's CPU backend copies arrays whose memory is not aligned to 64 bytes.
+    # XLA's CPU backend copies arrays if their memory is not aligned to 64 bytes.
     size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64

@@ -73,7 +73,7 @@ _EXPERTS = {
     "shared_expert": "mlp.shared_expert",
 }
 
-# Ways in which files store experts. "family": as in the published files of the family. "fused": one
+# Ways to store experts in files. "family": as in the published files of the family. "fused": one
 # tensor for all experts, with the names in the models of transformers 5, see `Family.in_memory`.
 # "separate": each expert has separate tensors for gate, up and down.
 ExpertLayout = Literal["family", "fused", "separate"]
@@ -90,7 +90,7 @@ def map_parameter(
       config: configuration of the model.
       name: name of the parameter, such as ``"layers.3.qkv_proj"``, or ``"layers.qkv_proj"`` if
         the layers are stacked.
-      experts: the way in which the files store experts, see `ExpertLayout`.
+      experts: how the files store experts, see `ExpertLayout`.
 
     Example:
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,

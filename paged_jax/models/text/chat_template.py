@@ -212,7 +212,7 @@ def read_templates(folder: Path, config: Mapping[str, object]) -> tuple[str | No
 
     If the files ``chat_template.jinja`` and ``additional_chat_templates/tool_use.jinja`` exist,
     they contain the templates. Otherwise, ``tokenizer_config.json`` contains a single template, or
-    several templates by name, of which ``"tool_use"`` is the template for tools.
+    several templates by name. ``"tool_use"`` is the template for tools.
 
     Args:
       folder: the folder of the model.
@@ -385,7 +385,7 @@ def _without_nulls(tool: Any) -> Any:
 
 
 def _with_arguments(call: Any) -> Any:
-    """Return a tool call whose arguments are parsed from JSON text, if possible."""
+    """Return a tool call with arguments that are parsed from JSON text, if possible."""
     if not isinstance(call, dict):
         return call
     if isinstance(call.get("function"), dict):

@@ -315,7 +315,7 @@ def _o200k(digits: str, suffixes: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class PreTokenizer:
-    """Rules by which a byte-level tokenizer splits texts into words.
+    """Rules of a byte-level tokenizer for splitting texts into words.
 
     Attributes:
       expressions: regular expressions that match words. They are applied one after the other.

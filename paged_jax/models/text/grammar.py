@@ -444,7 +444,7 @@ def _with_stack(size: int, function: Callable[[], T]) -> T:
 
 
 def _bits(token_ids: Iterable[int], size: int) -> np.ndarray:
-    """Return a mask, i32[size], in which only the bits of the given tokens are set."""
+    """Return a mask, i32[size], with only the bits of the given tokens set."""
     words = np.zeros(size, np.uint32)
     for token_id in token_ids:
         words[token_id // 32] |= np.uint32(1 << token_id % 32)

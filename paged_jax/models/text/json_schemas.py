@@ -149,7 +149,7 @@ class _Merger:
     """Implementation of `merged` for one schema.
 
     Args:
-      root: the whole schema, in which local references are looked up.
+      root: the whole schema, for looking up local references.
     """
 
     def __init__(self, root: Any):
@@ -158,7 +158,7 @@ class _Merger:
         self._active: list[str] = []  # references to the schemas that are being merged
 
     def merge(self, schema: Any) -> Any:
-        """Return a schema in which the objects of each `allOf` are joined, if possible."""
+        """Return a schema after joining the objects of each `allOf`, if possible."""
         if not isinstance(schema, Mapping):
             return schema
         new = _ALL.replace(schema, self.merge)

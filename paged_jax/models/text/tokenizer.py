@@ -35,7 +35,7 @@ from paged_jax.models.text.tool_formats import ToolFormat, ToolSupport, find_sup
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Maximum number of bytes at the end of a text that may be an incomplete UTF-8 character.
 _MAX_OPEN_BYTES = 3
-# Maximum number of tokens whose text is held back. Real texts never need so many.
+# Maximum number of tokens to hold back. Real texts need fewer.
 _MAX_PENDING = 16
 # Names of the tokens for single bytes in tokenizers with byte fallback.
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
@@ -444,7 +444,7 @@ class Detokenizer:
         return None if _REPLACEMENT in text else text
 
     def accept(self) -> None:
-        """Append the tokens of the last `peek`, whose result must not have been None."""
+        """Append the tokens of the last `peek`. Its result must not have been None."""
         self._pending.clear()
 
     def finish(self) -> str:

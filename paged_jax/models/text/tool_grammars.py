@@ -271,7 +271,7 @@ class ToolGrammars:
     def constraint(
         self, write_grammar: Callable[[Sequence[Tool]], str], tools: Sequence[Tool]
     ) -> StructuredOutputsParams:
-        """Return a constraint for an answer whose grammar can be compiled.
+        """Return a constraint for an answer, with a grammar that can be compiled.
 
         Args:
           write_grammar: function that returns the grammar for a list of tools, such as
