@@ -246,7 +246,7 @@ def test_memory_fraction_leaves_the_memory_of_other_arrays(monkeypatch) -> None:
 
 def test_memory_fraction_without_room_for_a_block_is_an_error_with_numbers(monkeypatch) -> None:
     set_memory(monkeypatch, 8 << 20)
-    match = r"memory_fraction 0.5 must leave room for .* of weights, .* step .*, got 4.00 MiB"
+    match = r"memory_fraction 0.5 must leave room for .* of weights, .* step, and .*, got 4.00 MiB"
     with pytest.raises(ValueError, match=match):
         Engine(random_llama(CONFIG), memory_fraction=0.5)
 

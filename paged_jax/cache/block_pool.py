@@ -29,8 +29,8 @@ from paged_jax.kernels.opaque_call import typed_jit, without_index_checks
 # Length of a SHA-256 digest in 32-bit words.
 NUM_DIGEST_WORDS = 8
 
-# Number of bits of a digest that select a bucket in the hash table of `find`. The table has 2**16
-# buckets (256 KiB), which is far more than a sequence has blocks, so collisions are rare.
+# The hash table of `find` has 2**_BUCKET_BITS buckets, which take 256 KiB. Collisions are rare,
+# because a sequence has far fewer blocks than the table has buckets.
 _BUCKET_BITS = 16
 
 
@@ -168,8 +168,8 @@ def give_back(pool: BlockPool, entries: jax.Array) -> BlockPool:
     """
     blocks, counts, positions = tally(entries, pool.num_blocks)
     refs = pool.ref_counts.at[blocks].get(mode="fill", fill_value=-1)
-    # `tally` sorts by block. Scatter its results back to the order of `entries`, because blocks are
-    # queued in this order.
+    # `tally` returns its results sorted by block id. Scatter them back to the order of `entries`,
+    # because the freed blocks must join the queue in that order.
     is_freed = jnp.zeros(entries.shape, bool).at[positions].set(refs == counts)
     is_cached = pool.is_cached.at[entries].get(mode="fill", fill_value=False)
     cached_rank = jnp.cumsum(is_freed & is_cached, dtype=jnp.int32)
@@ -180,8 +180,8 @@ def give_back(pool: BlockPool, entries: jax.Array) -> BlockPool:
     place = jnp.where(is_freed, place % pool.num_blocks, pool.num_blocks)
     return replace(
         pool,
-        # Write with `set`, not `add`: inside a loop, XLA updates an array in place only if the
-        # written values depend on the values read.
+        # Write the differences with `set` instead of using `add`: inside a loop, XLA updates an
+        # array in place only if the written values depend on the values read from the array.
         ref_counts=pool.ref_counts.at[blocks].set(refs - counts, mode="drop"),
         free_queue=pool.free_queue.at[place].set(entries, mode="drop"),
         head=(pool.head - other_rank[-1]) % pool.num_blocks,
@@ -214,7 +214,8 @@ def revive(pool: BlockPool, blocks: jax.Array) -> BlockPool:
 
 
 @without_index_checks
-@typed_jit  # Without `jit`, each eager call would compile the loop again.
+# Without `jit`, every call of `find` outside of a jitted function would compile its loop again.
+@typed_jit
 def find(pool: BlockPool, digests: jax.Array, is_wanted: jax.Array) -> jax.Array:
     """Return the ids i32[N] of the blocks that are cached under digests u32[N, 8].
 

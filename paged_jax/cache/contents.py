@@ -77,8 +77,8 @@ def read_blocks(
     rows_LN = layers_L1 * chosen.num_blocks + jnp.where(is_held, blocks, 0)[None, :]
 
     def read(pool: jax.Array) -> jax.Array:
-        # Reshape the pool to [L * P, ...] and read rows of it. With `pool[:, blocks]`, XLA would
-        # change the layout of the scales on TPUs, where P is their minor dimension.
+        # Reshape the pool to [L * P, ...] and gather rows of it. If `pool[:, blocks]` were used,
+        # XLA would change the layout of the scales on TPUs, where P is their innermost dimension.
         values = pool.reshape(-1, *pool.shape[2:])[rows_LN]
         return jnp.where(is_held.reshape(1, -1, *[1] * (pool.ndim - 2)), values, 0)
 
@@ -118,9 +118,9 @@ def _write_blocks(
     layers_L1 = jnp.arange(num_layers, dtype=jnp.int32)[:, None]
     columns = jnp.arange(width, dtype=jnp.int32)
     is_held = blocks < num_blocks
-    # The rows of a scatter must be distinct, so each block that must not be written gets its own
-    # row past the end of the whole pool. Row P of a layer cannot stand for it, because it is the
-    # first row of the next layer.
+    # The indices of this scatter must be distinct, so each block that must not be written gets its
+    # own index past the end of the whole pool. Index P of a layer would not be dropped, because in
+    # the flattened pool it is the first row of the next layer.
     past_LN = num_layers * num_blocks + layers_L1 * width + columns[None, :]
     rows_LN = jnp.where(is_held[None, :], layers_L1 * num_blocks + blocks[None, :], past_LN)
 
@@ -129,8 +129,8 @@ def _write_blocks(
 
     @without_index_checks
     def put_scale(scale: jax.Array, new: jax.Array) -> jax.Array:
-        # Index every dimension instead of writing whole rows. Otherwise XLA would change the layout
-        # on TPUs, where P is the minor dimension.
+        # Index every dimension of the scales instead of writing whole rows. Otherwise, XLA would
+        # change their layout on TPUs, where P is the innermost dimension.
         L, _, K, C = scale.shape
         layers, _, heads, offsets = (x.astype(jnp.int32) for x in jnp.ogrid[:L, :1, :K, :C])
         places = jnp.where(is_held, blocks, num_blocks + columns)[None, :, None, None]

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-_PER_LINE = 64  # Text: number of blocks of the pool per line.
-_MAX_LINES = 16  # Text: maximum number of lines for the pool.
-_MAX_ROWS = 16  # Text and HTML: maximum number of sequences that are listed.
-_MAX_IDS = 16  # Text and HTML: maximum number of block ids that are listed per sequence.
-_MAX_CELLS = 2048  # HTML: maximum number of blocks that are drawn.
+_PER_LINE = 64  # In text drawings, one line shows this number of blocks of the pool.
+_MAX_LINES = 16  # In text drawings, the pool takes at most this number of lines.
+_MAX_ROWS = 16  # Text and HTML drawings list at most this number of sequences.
+_MAX_IDS = 16  # Text and HTML drawings list at most this number of block ids per sequence.
+_MAX_CELLS = 2048  # In HTML drawings, the map shows at most this number of blocks.
 
 # The colors suit both light and dark pages. A free block is drawn as an outline in the text color.
 _STYLE = """

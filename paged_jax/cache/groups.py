@@ -28,12 +28,12 @@ from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.pool_format import check_pool_dtype, is_quantised
 from paged_jax.kernels.writing import check_num_rows
 
-# For each layer of a model: the index of its group, and the index of the layer in that group; None
-# if the layer belongs to no group.
+# One entry per layer of a model: a pair of the index of the layer's group and the index of the
+# layer in that group, or None if the layer belongs to no group.
 LayerPlaces = tuple[tuple[int, int] | None, ...]
 
-# The pools of a group of recurrent layers, each ``[L, P, ...]``: layer of the group, entry, and the
-# shape of a sequence's state.
+# The pools of a group of recurrent layers. Each pool has shape ``[L, P, ...]``: L layers of the
+# group, P entries, and then the shape of the state of one sequence.
 StatePools = tuple[jax.Array, ...]
 
 
@@ -111,7 +111,7 @@ class CacheGroup:
         shape = (num_layers, num_blocks, num_kv_heads, block_size)
         check_num_rows("CacheGroup.create", (*shape, head_dim))
         last_dims = head_dim, head_dim if value_dim is None else value_dim
-        # K and V must be separate arrays: a buffer can be donated only once.
+        # Create K and V as separate arrays, because JAX cannot donate the same buffer twice.
         pools = [jnp.zeros((*shape, last), dtype) if last else None for last in last_dims]
         if is_quantised(dtype):
             pools += [jnp.zeros(shape, jnp.float32) if last else None for last in last_dims]

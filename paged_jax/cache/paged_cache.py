@@ -391,8 +391,8 @@ def _copy(group: CacheGroup, copies: BlockCopies, backend: str | None) -> CacheG
 def fork(cache: PagedCache, parents: jax.Array) -> tuple[PagedCache, jax.Array]:
     """Make empty slots copies of other slots by sharing blocks; see `paged_jax.blocks.fork`."""
     done = [allocator.fork(group.tables, parents) for group in cache.groups]
-    # All groups return the same `ok`, because it depends only on slots and lengths, which are the
-    # same in all groups.
+    # `done[0][1]` is the `ok` of the first group. All groups return the same `ok`, because it
+    # depends only on slots and lengths, which are the same in all groups.
     cache = cache.replace_states(follow_states, parents, done[0][1])
     return cache.replace_tables(tables for tables, _ in done), done[0][1]
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-# An integer, or an array of integers.
+# The type of counts, which are integers or arrays of integers.
 Count = TypeVar("Count")
 
 

@@ -43,8 +43,8 @@ from paged_jax.scheduler.completion import Completion
 from paged_jax.scheduler.request import Request
 from paged_jax.scheduler.request import Sequence as SlotUser
 
-# Maximum absolute value of `length_penalty`. A sequence length raised to this power cannot overflow
-# or underflow a float.
+# Maximum absolute value of `length_penalty`. It is limited so that a sequence length raised to the
+# power of the penalty neither overflows nor underflows a float.
 _MAX_LENGTH_PENALTY = 10.0
 
 
@@ -162,7 +162,8 @@ class BeamChoice:
         self._end_ids = end_ids
         self._max_bias = max_bias
         self.beams = [Beam((), 0.0)]
-        self._completed: list[Beam] = []  # The best W complete beams so far, the best first.
+        # The W best of the complete beams so far, in descending order of score.
+        self._completed: list[Beam] = []
 
     @property
     def num_generated(self) -> int:

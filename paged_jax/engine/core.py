@@ -257,7 +257,8 @@ class EngineCore:
             if tokens is not None:
                 self.mask_clock.note_read(plan, int(tokens.num_steps))
             if tokens is not None and not tokens.ok:
-                # Free blocks ran out. Plan no step ahead, so that the scheduler can preempt.
+                # The step needed more free blocks than there were. Plan no step ahead, so that the
+                # scheduler can preempt sequences.
                 self.scheduler.lookahead.close()
             with clock.postprocessing:
                 self.block_meter.count_step(plan, tokens)
@@ -299,7 +300,9 @@ class EngineCore:
             self.runner.publish(sequence)
 
     def _decode(self, plan: StepPlan) -> QueuedResult | StepTokens:
-        if not plan.is_ahead:  # To draft tokens, the host must know the latest tokens.
+        # A step that was planned ahead gets no draft tokens, because the host does not know the
+        # latest tokens yet, which it needs to draft the next ones.
+        if not plan.is_ahead:
             num_planned = sum(count for _, count in plan.chunks) + len(plan.decodes)
             most = self.scheduler.max_num_batched_tokens - num_planned
             drafts = self.drafter.drafts(plan.decodes, most)
@@ -392,8 +395,8 @@ class EngineCore:
         Unfinished requests are restarted, and the prefix cache is emptied.
         """
         with self.guard.change():
-            # Do this first. From here on, digests depend on the new weights, so the prefix cache
-            # finds no blocks of the old weights.
+            # Call `note_new_weights` before the weights are replaced. After this call, digests
+            # depend on the new weights, so the prefix cache finds no blocks of the old weights.
             has_unfinished = self.requests.note_new_weights()
             self.weight_swap.replace(new)
             self.sleep.weights_replaced()

@@ -90,8 +90,8 @@ class Drafter:
         if not self._max_drafts:
             return None
         drafts = [self._draft(sequence) for sequence in sequences]
-        # If there are fewer draft tokens than sequences, it is faster to decode several steps in
-        # one dispatch, without drafts.
+        # Verify draft tokens only if there is at least one per sequence on average. With fewer, it
+        # is faster to decode several steps in one dispatch, without drafts.
         return drafts if len(drafts) <= sum(map(len, drafts)) <= max_tokens else None
 
     def _draft(self, sequence: Sequence) -> list[int]:

@@ -228,8 +228,8 @@ class Engine:
             self.delivery.drop(kept)
             return outputs
         except BaseException:
-            # Ended requests are no longer in the request table, so keep them here for the next
-            # call.
+            # The step was interrupted. Requests that ended in it are no longer in the request
+            # table, so keep them in `delivery`, from which the next call of `step` returns them.
             self.delivery.deliver(touched)
             self.delivery.keep(kept)
             raise
@@ -333,7 +333,7 @@ class Engine:
     @own_transfers()
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache, so that new requests find no blocks of earlier requests."""
-        if not self.is_sleeping:  # A sleeping engine has no cache.
+        if not self.is_sleeping:  # A sleeping engine has no cache to reset.
             self.core.runner.reset_prefix_cache()
 
     @property

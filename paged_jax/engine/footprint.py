@@ -79,20 +79,26 @@ from paged_jax.runner.sizes import Sizes
 from paged_jax.sampling.filters import Constraints
 from paged_jax.sampling.state import SlotSampling
 
-# Bytes of the tiles of the pool that attention reads, see the docstring of the module.
+# Assumed bytes of the tiles of K and V that attention reads from the pool, the 4 MiB in the
+# docstring of the module.
 _TILE_BYTES = 4 << 20
-# Number of arrays of the residual stream (R) on GPUs and TPUs. Measured with jax 0.12.0, in
-# addition to the largest array of a layer: 3.3 arrays on an H200, none on TPUs.
+# Number of arrays of the residual stream (R in the docstring of the module) on GPUs and TPUs. With
+# jax 0.12.0, an H200 needed 3.3 such arrays in addition to the largest array of a layer, and a TPU
+# needed none.
 _RESIDUALS = 4
-# Temporary bytes per logit in a step that samples. Measured with jax 0.10.2: 8.7 arrays of 4 bytes.
+# Temporary bytes per logit in a step that samples tokens. With jax 0.10.2, such a step needed 8.7
+# arrays with 4 bytes per logit, that is, 35 bytes per logit.
 _CHOICE_BYTES = 40
-# Number of copies of the states of all rows in a recurrent layer: the old states, the new states,
-# and a copy in the layout of the matmuls. Measured with jax 0.10.2: 2.4.
+# Number of copies of the states of all rows that a recurrent layer needs: the old states, the new
+# states, and a copy in the layout of the matmuls. With jax 0.10.2, programs needed memory for 2.4
+# copies.
 _STATE_COPIES = 3
 _MODEL_PROGRAMS = ("prefill", "score", "decode", "verify")
-# Temporary bytes per entry of the block tables in programs that fork slots. Measured: 4.
+# Temporary bytes per entry of the block tables in programs that fork slots. Programs were measured
+# to need 4 bytes.
 _TABLE_BYTES = 8
-# Temporary bytes per block in programs that look up blocks in the prefix cache. Measured: 25.
+# Temporary bytes per block in programs that look up blocks in the prefix cache. Programs were
+# measured to need 25 bytes.
 _SEARCH_BYTES = 28
 
 
@@ -146,7 +152,10 @@ class Footprint(NamedTuple):
 
     @property
     def block_overhead(self) -> int:
-        """Bytes per block in all groups in addition to `block`, see ``GroupFootprint.overhead``."""
+        """Bytes per block, summed over all groups, that the attribute `block` does not include.
+
+        They are described at `overhead` in the docstring of the module.
+        """
         return sum(group.overhead for group in self.groups)
 
     @property
@@ -208,8 +217,8 @@ class Footprint(NamedTuple):
           >>> footprint.num_fitting(1810), footprint.pool_bytes(101), footprint.num_fitting(600)
           (101, 1810, 10)
         """
-        # All pools grow with the first pool, except that a group with a window stops at its
-        # `max_blocks`. Handle the groups that stop first before the others.
+        # All pools have as many blocks as the first pool, except that the pool of a group with a
+        # window has at most `max_blocks`. Begin with the groups that reach their maximum first.
         others = [group for group in self.groups[1:] if group.window is not None]
         growing = sum(group.block + with_overhead * group.overhead for group in self.groups)
         for group in sorted(others, key=lambda group: group.max_blocks):
@@ -236,8 +245,8 @@ class Footprint(NamedTuple):
         raise ValueError(
             f"{field} must leave room for {format_bytes(self.weights)} of weights, "
             f"{format_bytes(self.state + self.recurrent)} of state, {format_bytes(self.step)} of "
-            f"temporary memory for a step and a block of {block}, got {format_bytes(memory)}. Use "
-            "more memory, a smaller dtype, or fewer slots."
+            f"temporary memory for a step, and {block} for at least one block, got "
+            f"{format_bytes(memory)}. Use more memory, a smaller dtype, or fewer slots."
         )
 
 
@@ -277,7 +286,8 @@ def footprint(
     groups = _group_footprints(shard or config, sizes, kv_dtype, platform)
     block = sum(group.block for group in groups)
     steps = _step_bytes(shard or config, config.vocab_size, sizes, block, platform)
-    # If there are no kernels for int8 weights, programs copy weights of every quantised format.
+    # On a platform without kernels for int8 weights, programs copy quantised weights to floats,
+    # whatever their format is.
     dtypes = {code if code in FLOAT_CODES else "int8" for code in formats.codes}
     has_experts = bool(config.num_experts)
     if any(copies_weights(platform, dtype, has_experts=has_experts) for dtype in dtypes):
@@ -317,9 +327,9 @@ def _group_footprints(
         block = block_bytes(config, block_size, kv_dtype, platform, [group])
         overhead = record_bytes(block_size) + _SEARCH_BYTES
         if not sets_rows_in_place(platform, kv_dtype):
-            # XLA does not update such pools in place. It makes a copy in the same dtype and a copy
-            # in float32, but not of all layers at the same time. Measured: 1.4 to 1.5 times the
-            # memory of the pools.
+            # On this platform, XLA does not update pools of `kv_dtype` in place. It makes a copy in
+            # the same dtype and a copy in float32, but not of all layers at the same time. These
+            # copies were measured to take 1.4 to 1.5 times the memory of the pools.
             overhead += block * 3 // 2
         most = sizes.num_slots * held
         groups.append(GroupFootprint(window, len(layers), block, overhead, held, most))
@@ -341,8 +351,8 @@ def weight_layout(
       formats: storage formats of the weight matrices; None for ``MatrixFormats.of_dtype(dtype)``.
     """
     shard = DeviceShard("", config.vocab_size, num_devices) if num_devices > 1 else None
-    # Stack the layers if the model allows it, because then a layer is traced once instead of L
-    # times.
+    # Stack the layers if the model allows it, because JAX then traces one layer instead of all L
+    # layers.
     model_class = functools.partial(Llama, shard=shard)
     scan_layers = config.can_scan_layers
     return ModelSpec(model_class, config, dtype, scan_layers, formats=formats).parameters()
@@ -394,7 +404,8 @@ def block_bytes(
 
 def record_bytes(block_size: int) -> int:
     """Return the bytes that a `BlockPool` needs for the data about one block."""
-    # Number of 32-bit values: reference count and queue entry, digest, token ids.
+    # The allocator keeps this number of 32-bit values per block: the reference count, an entry of
+    # the free queue, the digest and the token ids.
     numbers = 2 + NUM_DIGEST_WORDS + block_size
     return 4 * numbers + 1
 
@@ -415,9 +426,10 @@ def state_bytes(vocab_size: int, sizes: Sizes, windows: Sequence[int | None] = (
     )
     sampling = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(slot))
     tokens = 4 * (2 + sizes.max_stop_ids)
-    # Bytes per slot: its length, its row of the block table and, with a window, its first column.
+    # Bytes of the block tables per slot: its length, its row of block ids and, with a window, its
+    # first column. Each value takes 4 bytes.
     tables = sum(4 * (1 + sizes.max_blocks_per_slot + (window is not None)) for window in windows)
-    queues = 4 * 2 * len(windows)  # `head` and `num_free` of each block pool.
+    queues = 4 * 2 * len(windows)  # Each block pool has the integers `head` and `num_free`.
     return sizes.num_slots * (sampling + tokens + tables) + queues
 
 

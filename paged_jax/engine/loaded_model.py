@@ -45,7 +45,8 @@ class LoadedModel:
     token_bias: TokenBias
     is_shared: bool
 
-    @functools.cached_property  # Each step reads `config`, and `layout_model` takes 60 us.
+    # The config is cached, because each step reads it and `layout_model` takes 60 us.
+    @functools.cached_property
     def config(self) -> LlamaConfig:
         """Configuration of the whole model."""
         return self.weights.layout_model.config
@@ -59,8 +60,8 @@ class LoadedModel:
           OSError: files are missing, or cannot be read or downloaded.
         """
         options = find_files(options)
-        # Load the tokenizer in a thread. For a small model it takes half as long as loading the
-        # weights.
+        # Load the tokenizer in another thread while this thread loads the weights. For a small
+        # model, the tokenizer takes half as long as the weights.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             reading = thread.submit(load_tokenizer, options.model, options.tokenizer)
             weights = load_weights(options)
@@ -128,15 +129,16 @@ def load_weights(options: EngineConfig) -> Weights:
         "dequantise": options.dequantise,
         "show_progress": options.show_progress,
     }
-    if mesh is None or not folder.exists():  # `from_pretrained` reports that a folder is missing.
-        # On CPUs, do not stack layers for backends other than "cpu", because these would copy the
-        # weights of each layer out of the stack.
+    # `from_pretrained` raises the error for a missing folder.
+    if mesh is None or not folder.exists():
+        # If JAX runs on a CPU with a backend other than "cpu", do not stack the layers, because
+        # that backend would copy the weights of each layer out of the stack.
         is_copied = backend not in (None, "cpu") and jax.default_backend() == "cpu"
         scan_layers = False if is_copied else None
         return Weights(Llama.from_pretrained(model, scan_layers=scan_layers, **given))
     parallel = TensorParallel.create("Engine", mesh, read_config(folder))
     placed = Llama.from_pretrained(folder, sharding=parallel.model_sharding, **given)
-    # The config of the loaded model has the dtype of the weights.
+    # Use the config of the loaded model, because its dtype is the dtype of the loaded weights.
     parallel = dataclasses.replace(parallel, config=placed.config)
     return Weights(placed, parallel, check_replicas=options.check_replicas)
 

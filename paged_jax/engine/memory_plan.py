@@ -222,8 +222,8 @@ def make_plan(
     refuse_unknown("plan", known, unknown, VLLM_NAMES)
     check_options("plan", options)
     num_slots = options.get("max_num_seqs", EngineConfig.max_num_seqs)
-    # The plan does not depend on max_num_batched_tokens. This value is valid for any number of
-    # slots.
+    # The plan does not depend on max_num_batched_tokens, so set it to a value that is valid for any
+    # number of slots.
     options["max_num_batched_tokens"] = max(num_slots, EngineConfig.max_num_batched_tokens)
     engine = EngineConfig(**options)
     dtype = resolve_dtype("plan", engine.dtype, config)
@@ -358,7 +358,8 @@ def _layer_sums(layer: LlamaConfig) -> list[int]:
     else:
         sums = [hidden_size] * (NOTHING not in layer.layer_types)
         if NOTHING not in layer.mlp_layer_types:
-            # One all-reduce sums the outputs of the routed experts and of the shared expert.
+            # One all-reduce sums the outputs of the routed experts and of the shared expert. If
+            # they have separate norms, it sums two arrays instead of one.
             sums.append(hidden_size * (2 if layer.separate_expert_norms else 1))
     has_norms = layer.qk_norm and layer.qk_norm_scope == "projection"
     # A norm of q and k over all heads needs the mean squares of q and of k. A sparse activation

@@ -44,7 +44,8 @@ def resolve_kv_dtype(kv_dtype: str, weights_dtype: DTypeLike, platform: str) -> 
     if kv_dtype != "auto":
         return jnp.dtype(KV_DTYPES[kv_dtype])
     dtype = jnp.dtype(weights_dtype)
-    # On a CPU without the C++ kernels, XLA copies a whole bfloat16 pool to float32 at every write.
+    # On a CPU without the C++ kernels, use float32, because XLA would copy a whole bfloat16 pool to
+    # float32 at every write.
     is_in_place = dtype == jnp.bfloat16 and sets_rows_in_place(platform, dtype)
     return dtype if platform != "cpu" or is_in_place else jnp.dtype(jnp.float32)
 
@@ -169,7 +170,8 @@ def _cgroup_limits() -> list[int]:
         if controllers not in ("", "memory"):
             continue
         root, name = _CGROUPS, "memory.max"
-        if controllers:  # This line is from version 1 of control groups.
+        # A line that names controllers comes from version 1 of Linux control groups.
+        if controllers:
             root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
         path = root / group.lstrip("/")
         limits += [_read_limit(folder / name) for folder in (path, *path.parents)]

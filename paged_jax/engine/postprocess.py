@@ -81,7 +81,8 @@ class Postprocessor:
         """
         touched = dict.fromkeys(self._requests.ended)
         for sequence in plan.expired:
-            touched[sequence.request] = None  # The scheduler has already removed the request.
+            # The scheduler has already removed the expired sequence.
+            touched[sequence.request] = None
             sequence.completion.end("abort", "deadline")
             self._requests.finish(sequence)
         for sequence in plan.computed:
@@ -92,7 +93,8 @@ class Postprocessor:
         if tokens is not None:
             now = time.perf_counter()
             for row, sequence in zip(rows_of(tokens), plan.decodes, strict=False):
-                # If this step was queued ahead, the sequence may have ended in the step before it.
+                # Skip a sequence that ended in the step before this one, when this step was already
+                # queued.
                 if sequence.slot is None or not row.token_ids:
                     continue
                 touched[sequence.request] = None
@@ -113,8 +115,8 @@ class Postprocessor:
         if sequence.is_finished:
             return  # The whole request was ended, because another sample got NaN.
         if sequence.grammar is not None and sequence.grammar.failure is not None:
-            # The grammar of this sample failed. End only this sample; other samples of the request
-            # continue.
+            # The grammar of this sample failed, so end only this sample. The other samples of the
+            # request continue.
             sequence.completion.end("error", sequence.grammar.failure)
             self._requests.finish(sequence)
             return

@@ -82,8 +82,8 @@ class RequestFactory:
         constraint = params.structured_outputs
         grammar = None if constraint is None else self.grammars.compile(constraint)
         max_tokens = self._max_tokens(params, len(token_ids))
-        # If the prompt contains text, the generated text continues it. Then keep the space before
-        # the first generated word.
+        # If the prompt contains text, not only special tokens, the generated text continues the
+        # text of the prompt. The space before the first generated word is then kept.
         continues_text = self.tokenizer is not None and not all(
             self.tokenizer.is_special(token_id) for token_id in token_ids
         )
@@ -147,7 +147,8 @@ class RequestFactory:
                 f"keys {sorted(map(str, prompt))}.{advice}"
             )
         if unknown := prompt.keys() - _PROMPT_KEYS:
-            # Reject unknown keys, because a misspelt cache_salt would let tenants share blocks.
+            # Reject unknown keys. If a misspelt cache_salt were ignored, tenants would share
+            # blocks.
             raise _error(
                 f"a prompt must have only the keys {', '.join(_PROMPT_KEYS)}, got "
                 f"{', '.join(sorted(map(str, unknown)))}."
@@ -198,7 +199,7 @@ class RequestFactory:
         self._check_token_ids("stop_token_ids", stop_token_ids)
 
     def _check_token_ids(self, name: str, token_ids: Collection[Any]) -> None:
-        # First try this fast check, because the loop below takes 0.1 s for 100,000 ids.
+        # Try this fast check first, because the loop below takes 0.1 s for 100,000 ids.
         is_plain = set(map(type, token_ids)) <= {int}
         if (
             is_plain

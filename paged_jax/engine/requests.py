@@ -55,8 +55,8 @@ class RequestTable:
 
     def add(self, request: Request) -> None:
         """Add a request, which `Scheduler.check` has accepted, to the scheduler and the table."""
-        # Add the request to the table last. If an interrupt occurs before that, `restart` also
-        # removes it from the scheduler.
+        # Add the request to the table last. If an interrupt occurs before that, `restart` removes
+        # the request from the scheduler too, because it is not in the table.
         self._set_chains(request)
         self._scheduler.add(request.sequences)
         self.unfinished[request.request_id] = request
@@ -104,7 +104,8 @@ class RequestTable:
     def remove(self, request: Request) -> None:
         """Remove a finished request from the table."""
         request.mark(finished_time=time.perf_counter())
-        # If the request ended in an interrupted step, a newer request may have the same id by now.
+        # Compare the requests, not only their ids: if this request ended in an interrupted step, a
+        # newer request may have the same id by now.
         if self.unfinished.get(request.request_id) is request:
             del self.unfinished[request.request_id]
 
@@ -206,7 +207,7 @@ class Delivery:
 
     @property
     def kept(self) -> list[Request]:
-        """Requests that were delivered but have no subscriber, until `drop` removes them."""
+        """Requests passed to `deliver` that had no subscriber and were not removed by `drop`."""
         return list(self._kept)
 
     def keep(self, requests: Iterable[Request]) -> None:
@@ -231,7 +232,7 @@ class ChangeGuard:
 
     def __init__(self, restart: Callable[[], None]):
         self._restart = restart
-        self._is_broken = False  # Whether a change or a restart has begun but not ended.
+        self._is_broken = False  # True if a change or a restart has begun but not ended.
         self._postponed: list[Callable[[], None]] = []
         self._latest: Callable[[], Any] = lambda: None  # Weak reference to the latest change.
 

@@ -101,7 +101,8 @@ class StepClock:
     def __init__(self, stats: EngineStats, runner: ModelRunner):
         self._stats = stats
         self._runner = runner
-        self._num_prefilled = 0  # Number of prompt tokens computed in `stats.prefill_seconds`.
+        # Number of prompt tokens that were computed in the time `stats.prefill_seconds`.
+        self._num_prefilled = 0
         self.scheduling = Stopwatch(runner.executor, "schedule")
         self.running = Stopwatch(runner.executor, "run")
         self.prefilling = Stopwatch(runner.executor, "prefill")
@@ -175,9 +176,10 @@ class MaskClock:
       now: function that returns the time in seconds.
     """
 
-    # `_PERIOD` is the number of cycles between two measurements with k = 0, and `_SAMPLES` is the
-    # number of cycles that a measurement takes. If cycles with k = 1 take far too long, the period
-    # doubles up to `_LONGEST_PERIOD`, so that less time is lost by trying k = 1 again.
+    # k and cycles are explained in the docstring of the class. `_PERIOD` is the number of cycles
+    # between two measurements with k = 0, and `_SAMPLES` is the number of cycles that a measurement
+    # takes. If cycles with k = 1 take far too long, the period doubles up to `_LONGEST_PERIOD`, so
+    # that less time is lost by trying k = 1 again.
     _PERIOD, _LONGEST_PERIOD, _SAMPLES = 128, 2048, 8
     # Limits for the duration of a cycle, divided by its duration with k = 0: the maximum for k > 1,
     # the maximum for k = 1, and the limit above which k = 1 takes far too long.
@@ -189,15 +191,16 @@ class MaskClock:
         self._lookahead = lookahead
         self._most = max(1, max_steps - 1)
         self._now = now
-        # Time at which the last tokens of sequences with a grammar were read.
+        # Time at which the host last read tokens of sequences with a grammar.
         self._read_at: float | None = None
         self._num_cycles, self._period = 0, self._PERIOD
         self._samples: list[float] = []
         self._plain_seconds = 0.0  # Duration of a cycle with k = 0.
-        # The k to use after the current measurement with k = 0. 0 keeps k = 0 for a whole period.
+        # Value of k to use after the current measurement with k = 0. If it is 0, k stays 0 for a
+        # whole period.
         self._next = 1
-        # Duration of a cycle with k = `_next` if it was too long, compared with an older
-        # measurement of k = 0; else 0.
+        # If a cycle with k = `_next` took too long compared with an older measurement of k = 0,
+        # this is its duration. Otherwise it is 0.
         self._doubtful_seconds = 0.0
         self._lookahead.num_free_steps = 0
 
@@ -213,8 +216,8 @@ class MaskClock:
             return
         self._num_cycles += 1
         self._samples.append(self._read_at - before)
-        # Ignore the first two cycles after a change of k, because they were partly planned with the
-        # old k.
+        # Ignore the first two cycles after a change of k (see the docstring of the class), because
+        # some of their steps were planned with the old k.
         if len(self._samples) == self._SAMPLES + 2:
             # Use the lower quartile of the durations, because other processes make some cycles
             # longer.
@@ -232,12 +235,13 @@ class MaskClock:
             self._period, self._next = self._PERIOD, k
             self._set(0)
         elif self._is_too_long(seconds, k):
-            # The machine may have become slower since k = 0 was measured, so measure k = 0 again to
-            # compare.
+            # The machine may have become slower since the last measurement with k = 0, so measure k
+            # = 0 again before deciding that this k is too large.
             self._next, self._doubtful_seconds = k, seconds
             self._set(0)
-        # One more step would take less than 1 / (k + 1) of a cycle, because it has fewer rows than
-        # the step of all sequences. Estimate 0.6 / (k + 1).
+        # With k + 1 free steps instead of k, a cycle takes longer by a factor of less than 1 + 1 /
+        # (k + 1), because a free step has fewer rows than the step of all sequences. Estimate 1 +
+        # 0.6 / (k + 1).
         elif seconds * (1 + 0.6 / (k + 1)) < self._plain_seconds * self._MOST and k < self._most:
             self._set(k + 1)
 
@@ -280,7 +284,8 @@ class BlockMeter:
         self._scheduler = scheduler
         self._runner = runner
         self.free_blocks = runner.free_blocks
-        # Sums over all steps: blocks saved by sharing, and blocks in use without sharing.
+        # These are sums over all steps: the number of blocks that sharing saved, and the number of
+        # blocks that would be in use without sharing.
         self._num_saved = 0
         self._num_unshared = 0
 
@@ -297,7 +302,8 @@ class BlockMeter:
         num_new: dict[Sequence, int] = {}
         if tokens is not None:
             num_new = dict(zip(plan.decodes, tokens.num_new.tolist(), strict=False))
-        # Sequences that ended after this step was queued still used their blocks during the step.
+        # Also count sequences that ended after this step was queued, because they still used their
+        # blocks during the step.
         ended = [sequence for sequence in plan.decodes if sequence.slot is None]
         # Blocks that leave a window while a program runs are freed only by the next program. So
         # count the blocks that the window contained when the last program began.

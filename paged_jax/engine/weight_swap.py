@@ -65,7 +65,7 @@ def load_weights_for(model: PagedModel, folder: str | Path) -> Llama:
             f"load_params: the engine's model must be a Llama, got {type(model).__name__}. Load "
             "weights into a model of this class, and pass it to update_params."
         )
-    if Path(folder).exists():  # `from_pretrained` reports a missing folder
+    if Path(folder).exists():  # `from_pretrained` raises the error for a missing folder
         _check_config(read_config(folder), model.config)
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     placement: Any = {"scan_layers": model.scan_layers, "sharding": host}
@@ -162,7 +162,9 @@ class WeightSwap:
             )
         new, layout = jax.tree.leaves(params), dict(zip(leaves.names, weights.layout, strict=True))
         if len(names) == len(leaves.names):
-            formats = None  # The arrays already have the formats of the engine's model.
+            # There are as many arrays as leaves in the engine's model, so they already have its
+            # formats.
+            formats = None
         own = leaves.names if formats is None else names
         _check_shapes([jnp.shape(x) for x in new], [_shape(x, layout[x], formats) for x in own])
         if formats is None:
@@ -280,8 +282,8 @@ def _converting(
         new, pairs = convert(arrays), zip(leaves.names, leaves.dtypes, strict=True)
         return [jnp.copy(new[name]).astype(dtype) for name, dtype in pairs]
 
-    # The program does not read `buffers`. They are donated only so that the results use their
-    # memory.
+    # The program does not read the values of `buffers`. They are donated only so that the results
+    # of the program use their memory.
     return jax.jit(write, donate_argnums=1, keep_unused=True, out_shardings=list(leaves.shardings))
 
 
@@ -344,9 +346,9 @@ def _check_same_formats(formats: MatrixFormats | None, own: MatrixFormats | None
         its, ours = formats[name], own[name]
         if its != ours and (its.is_quantised or ours.is_quantised):
             raise ValueError(
-                "update_params: params must have the formats of the engine's model, or be floats. "
-                f"Expected {_describe(ours)} for {name}, got {_describe(its)}. Load them with "
-                "dequantise=True."
+                "update_params: params must be quantised like the engine's model, or not "
+                f"quantised. Expected {_describe(ours)} for {name}, got {_describe(its)}. Load "
+                "them with dequantise=True."
             )
 
 
@@ -363,8 +365,8 @@ def _check_values(dtypes: list[Any], leaves: _Leaves) -> None:
     for name, its, ours in zip(leaves.names, dtypes, leaves.dtypes, strict=False):
         if its != ours and name in scaled:
             raise ValueError(
-                "update_params: params must have the formats of the engine's model, or be floats "
-                f"without scales. Expected {ours} for {name}, got {its}."
+                "update_params: params must be quantised like the engine's model, or be "
+                f"floating-point arrays without scales. Expected {ours} for {name}, got {its}."
             )
 
 
@@ -472,7 +474,8 @@ class Sleep:
         if not self.has_weights:
             raise RuntimeError(
                 "Engine.wake_up: the engine must have weights, but sleep(level=2) discarded them, "
-                "or tags leaves them out. Call update_params first, or wake_up() without tags."
+                "or tags do not include 'weights'. Call update_params first, or wake_up() without "
+                "tags."
             )
         self._executor.is_asleep = False
         self.level = 0

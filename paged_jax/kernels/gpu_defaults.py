@@ -10,9 +10,9 @@ of measurements, and writes the faster backend of each call to `gpu_defaults.jso
 
 The environment variable PAGED_JAX_GPU_DEFAULTS names another file to read instead.
 
-Only calls that were measured have an entry: with this GPU, op, sizes and dtypes. The number of
-sequences, their lengths and the options of a call are not in its key. For other calls, the order of
-the backends in `paged_jax.kernels.dispatch` decides.
+The table has entries only for measured calls. The keys of an entry are the GPU, the op, and the
+sizes and dtypes, so it applies to calls with any number of sequences, any lengths and any options.
+For calls without an entry, the order of the backends in `paged_jax.kernels.dispatch` decides.
 """
 
 import functools

@@ -42,7 +42,16 @@ def layer_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def mean_square(x: jax.Array, *, num_heads: int = 1) -> jax.Array:
-    """Return the mean square ``[..., 1]`` of float32 ``[..., E]``, as in `rms_norm`."""
+    """Return the mean of the squares of `x` over its last dimension, as in `rms_norm`.
+
+    Args:
+      x: float32 ``[..., E]``.
+      num_heads: number of rows of `x` that belong to one token, which does not change the result,
+        see `rows_per_token` of `sum_rows`.
+
+    Returns:
+      float32 ``[..., 1]``.
+    """
     return sum_rows(jnp.square(x), rows_per_token=num_heads) / x.shape[-1]
 
 

@@ -365,8 +365,9 @@ def write_kv_pages(
     )
     if (v is None) != (kv_pages.shape[2] == 1):
         raise ValueError(
-            f"{function}: v must be None if kv_pages have shape [P, C, 1, D], that is, keys only, "
-            f"and else an array, got kv_pages of shape {list(kv_pages.shape)}."
+            f"{function}: v must be None if kv_pages hold only keys (shape [P, C, 1, D]), and an "
+            f"array otherwise, got {'None' if v is None else 'an array'} for kv_pages of shape "
+            f"{list(kv_pages.shape)}."
         )
     P, C, N = sizes["P"], sizes["C"], sizes["N"]
     check_num_rows(function, (1, P, 1, C, 1), num_new=N)

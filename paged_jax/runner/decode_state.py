@@ -191,8 +191,9 @@ def assign(
     )
 
 
-# Maximum number of sequences that a call of the compiled program assigns. A call takes 0.1 ms on
-# the host, while the device is idle. So 64 new sequences need 8 calls instead of 64.
+# Maximum number of sequences that a call of the compiled program assigns to slots. A call takes 0.1
+# ms on the host, and the device is idle meanwhile, so several sequences share a call: 64 new
+# sequences need 8 calls.
 _WIDTH = 8
 
 
@@ -323,7 +324,7 @@ def find_token_masks(
         masks.num_forced[row], masks.forced_ids[row, : len(forced)] = len(forced), forced
         masks.waits_at[row] = start + len(forced)
         has_ended = grammar.ends and len(forced) == len(grammar.forced)
-        # The mask is needed only if the dispatch samples more tokens than the forced tokens.
+        # The mask is needed only if the dispatch samples more tokens than the grammar forces.
         if has_ended or len(forced) < num_steps:
             # After the end of the grammar, the mask allows every token.
             grammar.write_mask(masks.masks[row])

@@ -182,9 +182,8 @@ def decode_steps(
         batch = batch.draw(logits, with_top)
         return pools, batch, wants_more(batch) & (batch.num_steps < num_possible)
 
-    # The loop condition is computed in the loop body and carried. If the condition function
-    # computed it, the host would also have to wait for the launches of its kernels in each
-    # iteration.
+    # Compute the loop condition in the loop body and carry its value. If the condition function
+    # computed it, the host would launch additional kernels in each iteration and wait for them.
     carry = cache.group_pools, first, num_possible > 0
     pools, batch, _ = lax.while_loop(lambda carry: carry[2], decode_step, carry)
     lengths = batch.lengths_in(cache)
@@ -241,9 +240,9 @@ def verify_steps(
     with_top = jnp.asarray(with_top, jnp.bool_)
     first = _Batch.take(state, slots, T + 1, num_top)
     starts = first.lengths
-    # A sequence with max_lengths tokens is complete. starts + 1 tokens are known, and one token is
-    # sampled after the confirmed draft tokens. So at most max_lengths - starts - 2 draft tokens are
-    # useful.
+    # A sequence is complete when it has `max_lengths` tokens. It has `starts + 1` tokens already,
+    # and one token is sampled after the confirmed draft tokens. So at most `max_lengths - starts -
+    # 2` draft tokens are useful.
     room = first.max_lengths - starts - 2
     if state.cache.states is not None:
         # Do not pass the next multiple of `interval` tokens, so that the next dispatch can leave a
@@ -255,8 +254,8 @@ def verify_steps(
     logits, cache, ok, states = model.score_drafts(
         state.cache, fed, slots, num_drafts + 1, backend=backend
     )
-    # Pad with -1, which is not a token id, because the token after the last draft token is compared
-    # too.
+    # The loop also compares the token that is sampled after the last draft token. Pad the draft
+    # tokens with -1, which no sampled token equals.
     drafts = jnp.pad(drafts.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=-1)
 
     def draw_next(batch: _Batch) -> _Batch:
@@ -272,8 +271,8 @@ def verify_steps(
         cache = cache.replace_group_pools(pools)
         cache = cache.replace_states(commit_marks, batch.lengths_in(cache))
     if T:
-        # Exclude the recurrent states. They only cover confirmed tokens, and `truncate` rejects
-        # caches with states.
+        # Remove the recurrent states before `truncate`, which rejects caches with states. The
+        # states need no truncation, because they only cover confirmed tokens.
         cut = dataclasses.replace(cache, states=None)
         cut = paged_cache.truncate(cut, batch.lengths_in(cache), max_tokens=T)
         cache = dataclasses.replace(cut, states=cache.states)
@@ -298,7 +297,8 @@ def _plan_steps(
     return paged_cache.plan(cache, limits, most, max_tokens=max_steps, backend=backend)
 
 
-# Values of `_Batch.status`: the row gets more tokens, must wait for the host, or has stopped.
+# Values of `_Batch.status`. They mean that the row gets more tokens, that it must wait for the
+# host, and that it has stopped.
 _RUNNING, _WAITING, _COMPLETE = np.int32(0), np.int32(1), np.int32(2)
 
 

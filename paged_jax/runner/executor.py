@@ -126,9 +126,10 @@ class Executor:
         # allocated.
         self._compiles_without_state = self._device.platform == "gpu"
         self._call_thread = CallThread()
-        # Future of the last `queue_ahead`, or None after its calls have been made.
+        # Future of the calls that the last `queue_ahead` queued, or None if they have been made.
         self._ahead: concurrent.futures.Future[Any] | None = None
-        # The last result with `free_blocks`; None if a later program may have changed them.
+        # The latest result that contains `free_blocks`, or None if a later program may have changed
+        # the free blocks.
         self._latest: QueuedResult | None = None
         self.reset()
         if self._state is not None:
@@ -138,7 +139,7 @@ class Executor:
 
     def reset(self) -> None:
         """Discard the state, and create an empty one unless the engine sleeps."""
-        self._settle()  # Calls that are queued ahead use the old state.
+        self._settle()  # Wait for the calls that are queued ahead, because they use the old state.
         self._state = None  # Free the old state before the new state is allocated.
         if not self.is_asleep:
             self._state = self._new_state()
@@ -146,8 +147,8 @@ class Executor:
             self._pool_sizes = [pool.num_blocks for pool in pools]
         self._is_new = True
         self._free_blocks: list[int] | None = self._pool_sizes
-        # Results of the `run_unchecked` calls since the last `check`: bool[] each, whether there
-        # were enough blocks.
+        # One bool array per `run_unchecked` call since the last `check`: whether the program had
+        # enough free blocks.
         self._oks: list[jax.Array] = []
 
     def _new_state(self) -> DecodeState:
@@ -177,7 +178,7 @@ class Executor:
 
         The old and the new weights are lists of arrays in the model layout, see `Weights`.
         """
-        self._join()  # Calls that are queued ahead need the old weights.
+        self._join()  # Wait for the calls that are queued ahead, because they need the old weights.
         self.weights.replace(update(self.weights.originals))
 
     @property
@@ -219,8 +220,8 @@ class Executor:
             return self.queue(calls[-1])
 
         def make_calls() -> Any:
-            # Also write the masks in this thread. On CPUs, JAX runs such small programs
-            # synchronously, so the call blocks until the programs already running have finished.
+            # Write the masks in this thread too, so that the main thread does not block: on CPUs,
+            # JAX runs such small programs synchronously, after the programs that already run.
             if masks is not None:
                 self._write_token_masks(masks)
             return [self._call(call) for call in calls][-1]
@@ -231,7 +232,8 @@ class Executor:
 
     def read(self, pending: QueuedResult) -> Any:
         """Wait for a queued result, and copy it to the host."""
-        self.check()  # This waits, but the device stays busy, because the next call is queued.
+        # `check` waits for the device, which stays busy, because the next call is already queued.
+        self.check()
         result = pending.result
         if isinstance(result, concurrent.futures.Future):
             result = result.result()
@@ -318,10 +320,11 @@ class Executor:
         start, compiled = time.perf_counter(), self.compile_seconds
         for call in self.compile_all(report):
             self.run(call)
-        self._compiled |= {_ASSIGNMENT, _TOKEN_MASKS}  # Compile these two without `on_compile`.
+        # Mark these two programs as compiled, so that their compilation below is not reported.
+        self._compiled |= {_ASSIGNMENT, _TOKEN_MASKS}
         self.write_token_masks(TokenMasks.create(self.sizes, self.vocab_size))
-        # Compile the programs that assign one row and several rows. They must write to a slot, so
-        # use slot 0.
+        # Compile the program that assigns one row and the program that assigns several rows. They
+        # need a slot to write to, so use slot 0.
         first = Assignment(0, SamplingParams(), [0], num_prompt_tokens=1, seed=0, max_length=2)
         for count in (1, 2):
             self.assign([first] * count)
@@ -398,7 +401,8 @@ class Executor:
         self.compile_seconds += time.perf_counter() - start
 
 
-# Jit the whole function. Otherwise JAX would compile and keep a program for each array.
+# Compile the whole function with `jit`. Otherwise, JAX would compile and keep a separate program
+# for each array.
 def _check_replicas(division: Division, program: str, result: Any) -> Any:
     """Check that all devices computed equal results, and return the result of the program."""
     if not division.checks_replicas:
@@ -449,8 +453,9 @@ class CallThread(concurrent.futures.ThreadPoolExecutor):
         return super().submit(call)
 
 
-# Maps the JAX settings of a thread that affect calls to their context managers. With other
-# settings, JAX would compile programs again, compute other results, or refuse transfers.
+# Context managers that change the thread-local settings of JAX, by the name of the setting. The
+# dict has only settings that affect calls: if they differed in the thread of a call, JAX would
+# compile programs again, compute other results, or refuse transfers.
 _CONTEXTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
     "jax_default_matmul_precision": jax.default_matmul_precision,
     "jax_enable_x64": jax.enable_x64,

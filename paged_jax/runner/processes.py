@@ -35,8 +35,8 @@ from paged_jax.sampling.state import Assignment
 # Number of messages per folder of the key-value store. A folder is deleted when all processes have
 # received its messages.
 _FOLDER = 256
-# Timeout of a read in ms. A read is repeated until a message arrives. Python handles interrupts
-# only between two reads.
+# Timeout of a read in milliseconds. A read is repeated until a message arrives, because Python can
+# handle interrupts only between two reads.
 _PATIENCE = 1000
 _HEADER = "header"
 
@@ -124,8 +124,8 @@ class Channel:
             self._client.key_value_delete(f"{self._name}/received/{folder}")
 
 
-# Numbers for the names of channels. All processes create their engines in the same order, so an
-# engine gets the same number in all processes.
+# Counter of the engines; the name of a channel contains the number of its engine. All processes
+# create their engines in the same order, so an engine gets the same number in all processes.
 _engine_numbers = itertools.count()
 
 
@@ -162,7 +162,8 @@ def distributed_client() -> Any:
     Raises:
       RuntimeError: `jax.distributed` is not initialized.
     """
-    # The client has no public name in JAX (0.12). Orbax and MaxText also import it from here.
+    # JAX 0.12 has no public name for the client of the key-value store. Orbax and MaxText also
+    # import the client from `jax._src`.
     from jax._src import distributed
 
     if distributed.global_state.client is None:
@@ -184,8 +185,8 @@ class LeadingExecutor(Executor):
     """
 
     def __init__(self, *arguments: Any, channel: Channel, **options: Any):
-        # The constructor calls `reset`, which must not send a message yet, because the other
-        # processes create their first state themselves.
+        # Set the channel after the constructor, which calls `reset`. `reset` must not send a
+        # message yet, because the other processes create their first state themselves.
         self._channel: Channel | None = None
         super().__init__(*arguments, **options)
         self._channel = channel

@@ -48,7 +48,7 @@ class _Publication(NamedTuple):
     column: int  # Column of the block in the block table.
     digest: bytes
     token_ids: list[int]
-    is_snapshot: bool  # Whether to also add the recurrent state after the block's last token.
+    is_snapshot: bool  # Whether to also publish the recurrent state after the block's last token.
 
 
 class ModelRunner:
@@ -100,8 +100,8 @@ class ModelRunner:
         # blocks.
         self._owners: list[Sequence | None] = [None] * self._sizes.num_slots
         self._num_published = [0] * self._sizes.num_slots
-        # Digests of all cached blocks, and of some blocks that were evicted. All other digests are
-        # not cached.
+        # Digests of all blocks in the prefix cache, and of some blocks that were evicted. A block
+        # whose digest is not in this set is not cached.
         self._published: set[bytes] = set()
         # Updates that are collected until the next program runs, so that a step needs few calls for
         # them.
@@ -130,7 +130,8 @@ class ModelRunner:
         """
         C, M = self._sizes.block_size, self._sizes.max_blocks_per_slot
         self._drop_evicted()
-        count = (len(sequence.token_ids) - 1) // C  # Always compute the last token.
+        # The last token must be computed, so do not look up its block.
+        count = (len(sequence.token_ids) - 1) // C
         known = self._may_be_cached(sequence.digests[:count])
         sequence.num_known = 0
         if not known:
@@ -152,8 +153,8 @@ class ModelRunner:
         """Return the part of `digests`, from the first on, that may be cached on the device."""
         if self._groups[0].sliding_window is None:
             return list(itertools.takewhile(self._published.__contains__, digests))
-        # Layers with a window only need the last blocks of a prefix. So earlier blocks may be
-        # missing.
+        # Cut off only the blocks after the last known block. Earlier blocks may be missing, because
+        # layers with a window only need the last blocks of a prefix.
         count = len(digests)
         while count and digests[count - 1] not in self._published:
             count -= 1
@@ -310,12 +311,12 @@ class ModelRunner:
         if sequence.chain is None:
             return
         C, slot = self._sizes.block_size, slot_of(sequence)
-        # A slot only has the recurrent state after its last computed token, so only the last block
-        # can get a snapshot.
+        # A slot holds only one recurrent state, the state after its last computed token. So only
+        # the last block can get a snapshot.
         interval, last = self._state_interval, sequence.num_computed // C - 1
         is_point = interval and sequence.num_computed in sequence.snapshot_points(interval)
-        # A decoding sequence may also have a mark, an earlier recurrent state, see
-        # `cache.blocks.state_tables`.
+        # A decoding sequence may also have a mark, that is, a saved recurrent state after fewer
+        # tokens, see `cache.blocks.state_tables`.
         mark = (sequence.num_computed - 1) // interval * interval // C - 1 if interval else -1
         for column in range(self._num_published[slot], last + 1):
             token_ids = sequence.token_ids[column * C : (column + 1) * C]
@@ -476,7 +477,10 @@ class ModelRunner:
             self.executor.write_token_masks(masks)
 
     def _decode_slots(self, sequences: Collection[Sequence]) -> np.ndarray:
-        """Assign new sequences to their slots, and return all slots, padded with -1."""
+        """Assign sequences that are new to the device, and return the slots of `sequences`.
+
+        The result is padded with -1 to the length of a compiled program, see `row_bucket`.
+        """
         self.assign(sequences)
         slots = no_slots(row_bucket(len(sequences), self._sizes.num_slots))
         slots[: len(sequences)] = [slot_of(sequence) for sequence in sequences]

@@ -10,10 +10,10 @@ from paged_jax.cache.sequence_blocks import num_blocks_needed
 # Number of tokens in a call of the program `score`. Log-probabilities of prompts are rarely
 # requested, so only one program is compiled for them.
 SCORE_WIDTH = 128
-# Number of blocks that a swap copies per call. Several blocks per call cost padding in the last
-# call, but less than one call per block.
+# Number of blocks that a swap copies per call. The last call is padded to this number of blocks,
+# which costs less than one call per block.
 SWAP_WIDTH = 16
-# Number of blocks that a call publishes, chosen for the same reason.
+# Number of blocks that a call publishes. Here too, padding costs less than one call per block.
 PUBLISH_WIDTH = 32
 # Minimum number of decode steps that a compiled program has room for, so that engines with a
 # smaller `max_steps` share a program. The unused room costs a few KB of memory.
@@ -104,10 +104,11 @@ class Sizes(NamedTuple):
         return min(SWAP_WIDTH, self.max_blocks_per_slot)
 
 
-# Value of `Sizes.tile`, if it is set. Shorter rows need less padding (half a row per chunk on
-# average), but the attention kernel processes the queries of a row together, for 4 heads at a time.
+# Value of `Sizes.tile` for models that use it: the number of queries per row. Shorter rows need
+# less padding (half a row per chunk on average), but the attention kernel processes the queries of
+# a row together, for 4 heads at a time.
 TILE = 8
-# Smallest padded length of chunks. The larger lengths are powers of two.
+# Smallest length to which prompt chunks are padded. The larger lengths are powers of two.
 MIN_CHUNK = 16
 
 

@@ -48,8 +48,9 @@ from paged_jax.runner.programs import Call, ProgramKey
 _logger = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).parents[1]
-# Time of the import of this package. If a file was changed later, it may differ from the imported
-# module. The margin of 5 s is for modules that are imported up to 2 s before this module.
+# Import time of this module, minus 5 s. If a file was changed after this time, it may differ from
+# the imported module. The 5 s are subtracted because other modules are imported up to 2 s before
+# this module; the rest is reserve.
 _IMPORTED = time.time() - 5
 
 
@@ -164,7 +165,7 @@ class _Source(NamedTuple):
     function: Any
     arguments: tuple[Any, ...]
     static: dict[str, Any]
-    donated: int | None  # Index of the donated argument, or None.
+    donated: int | None  # Index of the donated argument; None if no argument is donated.
     options: Any  # XLA compiler options, see `compiler_options`.
 
     @property
@@ -176,8 +177,8 @@ class _Source(NamedTuple):
 class _Stored(NamedTuple):
     """Content of the file of a stored program, after the checksum."""
 
-    executable: tuple[bytes, Any, Any]  # Result of `serialize_executable.serialize`.
-    targets: list[str]  # FFI targets of the C++ kernels that the program calls.
+    executable: tuple[bytes, Any, Any]  # The tuple that `serialize_executable.serialize` returned
+    targets: list[str]  # FFI targets of the C++ kernels that the program calls
 
 
 def _compile(folder: Path, key: str, source: _Source) -> jax.stages.Compiled:
@@ -230,7 +231,7 @@ def _read(folder: Path, key: str, structure: Any, device: Any) -> jax.stages.Com
         return serialize_executable.deserialize_and_load(
             serialised, own_structure, out_structure, execution_devices=(device,)
         )
-    except Exception as error:  # Whatever the error is, compile the program again.
+    except Exception as error:  # Compile the program again, whatever the error is.
         _logger.info("%s is compiled again: %s", key, error)
         return None
 
@@ -244,7 +245,8 @@ def _checksum(key: str, blob: bytes) -> bytes:
 
 def _key(program_key: ProgramKey, device: Any, name: str, source: _Source) -> str:
     leaves, tree = jax.tree.flatten(source.arguments)
-    # Leave out transfer guards, because they differ between threads and do not affect tracing.
+    # Leave the settings of transfer guards out of the key, because they differ between threads and
+    # do not affect tracing.
     settings = {k: v for k, v in jax.config.values.items() if "transfer_guard" not in k}
     parts = (
         _source(),

@@ -132,7 +132,8 @@ def _checked(program: _Function, parts: tuple[PartitionSpec, ...], has_parts: bo
         state, result = program(weights, state, *args)
         no_pools = jax.tree.map(lambda _: None, state.cache.group_pools)
         same = dataclasses.replace(state, cache=state.cache.replace_group_pools(no_pools))
-        # Also compare the replicated weights, such as norms. They are small.
+        # Also compare the weights that each device has a full copy of, such as norms. This is
+        # cheap, because they are small.
         shared = [w for w, part in zip(weights, parts, strict=True) if part == WHOLE]
         return state, (result, agree((same, shared, None if has_parts else result), AXIS))
 

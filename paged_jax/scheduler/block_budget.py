@@ -121,7 +121,8 @@ class BlockBudget:
     @property
     def max_length(self) -> int | None:
         """Maximum number of tokens of a sequence that fits the pool; None if unlimited."""
-        return self.num_blocks * self.block_size + 1  # The last token is not in the cache.
+        # The last token of a sequence is not stored in the cache.
+        return self.num_blocks * self.block_size + 1
 
     def num_required(self, num_tokens: int) -> int:
         """Return the minimum number of blocks to prefill `num_tokens` tokens."""
@@ -148,7 +149,7 @@ class BlockBudget:
         """Return the number of blocks that are copied when a sequence is swapped."""
         return num_swapped_blocks(num_tokens, self.block_size, self._groups, self._state_groups)
 
-    # Counts for sequences while a step is planned
+    # The following methods count blocks of sequences while a step is planned.
 
     def num_free(self, memory: BlockMemory, running: list[Sequence]) -> int:
         """Return the number of blocks that running sequences do not hold."""
@@ -174,7 +175,7 @@ class BlockBudget:
 
         These are the blocks for the rest of its prefill and for its first decode step.
         """
-        size = self.block_size  # A local variable, because this runs very often.
+        size = self.block_size  # Use a local variable, because this method runs very often.
         num_blocks = num_blocks_needed(len(sequence.token_ids), size)
         return num_blocks - num_blocks_needed(sequence.num_computed, size)
 

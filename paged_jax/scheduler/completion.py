@@ -49,7 +49,7 @@ class Completion:
                 continues_text=continues_text,
             )
         self._text = ""
-        self._num_final = 0  # Length of the part of `_text` that later tokens cannot change.
+        self._num_final = 0  # Length of the beginning of `_text` that later tokens cannot change.
 
     def snapshot(self) -> CompletionSnapshot:
         """Return the current state, to pass it to `restore` later."""
@@ -114,8 +114,8 @@ class Completion:
             self.logprobs.append(candidates)
 
         may_stop = num_tokens > self._params.min_tokens
-        # With a grammar, a stop token also ends the sample before min_tokens: it is only sampled if
-        # the grammar allows no other token.
+        # With a grammar, a stop token ends the sample even before min_tokens, because it is only
+        # sampled if the grammar allows no other token.
         may_end = may_stop or self._params.structured_outputs is not None
         if may_end and token_id in eos_token_ids and not self._params.ignore_eos:
             self.finish_reason = "stop"
@@ -154,7 +154,8 @@ class Completion:
             return False
         if params.stop_token_ids and _meet(frozenset(params.stop_token_ids), token_ids):
             return False
-        for logprob in logprobs:  # Add one at a time, as in `append`, for the same rounding.
+        # Add one value at a time, as `append` does, so that both round in the same way.
+        for logprob in logprobs:
             total += logprob
         if self._detokenizer is not None:
             peeked = self._detokenizer.peek(token_ids)

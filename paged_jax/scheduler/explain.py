@@ -34,7 +34,7 @@ class RequestHistory:
         self._arrival_time = arrival_time
         self._waits: list[Wait] = []
         self._preemptions: list[PreemptionNote] = []
-        # For each sample that waits, the index of its current wait in `_waits`.
+        # Maps each waiting sample to the index of its current wait in `_waits`.
         self._open: dict[int, int] = {}
         self._known_samples: set[int] = set()
 

@@ -6,12 +6,12 @@ from typing import Literal
 
 from paged_jax.formatting import short_repr
 
-# Why a sequence does not run; "" if it runs. "turn": other sequences are before it in the queue.
-# "slots", "blocks": there are not enough free slots or blocks. "budget": the step has no tokens
-# left. "same prefix": a running sequence is computing a block of its prefix. "fork": another sample
-# is computing the prompt for it. "preempted": it was preempted and waits to resume.
+# Reason why a sequence does not run, or "" if it runs: other sequences are before it in the queue
+# ("turn"); not enough slots or blocks are free ("slots", "blocks"); the step has no tokens left
+# ("budget"); a running sequence is computing a block of its prefix ("same prefix"); another sample
+# is computing the prompt for it ("fork"); it was preempted and waits to resume ("preempted").
 WaitReason = Literal["", "turn", "slots", "blocks", "budget", "same prefix", "fork", "preempted"]
-# Why a sample was preempted, and why the next candidate was not preempted instead.
+# Reasons why a sample was preempted, and reasons why the next candidate was not preempted instead.
 PreemptionReason = Literal["decode", "prefill", "priority"]
 PreemptionAdvantage = Literal["priority", "progress", "cost", "arrival", "index"]
 

@@ -107,7 +107,8 @@ class Queue:
         """Remove all sequences."""
         self.running: list[Sequence] = []
         self.waiting = FairQueue(self.running)
-        # In descending order: slots are popped from the end, so slot 0 is taken first.
+        # The slots are in descending order. Slots are popped from the end, so slot 0 is taken
+        # first.
         self.free_slots = list(range(self._num_slots))[::-1]
         self.unfinished: set[Sequence] = set()
         self.requests: dict[str, Request] = {}

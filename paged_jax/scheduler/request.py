@@ -69,7 +69,7 @@ class Request:
     @property
     def is_finished(self) -> bool:
         """Whether all samples have ended."""
-        # Use a loop, because this runs often and `all` with a generator is slower.
+        # Use a loop, because this property is read often and `all` with a generator is slower.
         for sequence in self.sequences:
             if sequence.completion.finish_reason is None:
                 return False
@@ -272,7 +272,7 @@ class Sequence:
                 eos_token_ids=eos_token_ids,
                 candidates=candidates,
             )
-        except BaseException:  # Also after Ctrl-C, because the text must match the tokens.
+        except BaseException:  # Undo after Ctrl-C too, because the text must match the tokens.
             self._undo(before, num_tokens)
             raise
 

@@ -43,7 +43,8 @@ from paged_jax.scheduler.step_planner import Admission, StepPlanner
 Preemption = Literal["auto", "recompute", "swap"]
 """How to preempt a sequence: release its blocks, swap them to the host, or the cheaper of both."""
 
-# Why a candidate was not preempted, for each element of `Scheduler._preemption_rank`.
+# For each element of the tuple that `Scheduler._preemption_rank` returns: the reason why a
+# candidate was not preempted if this element decided.
 _ADVANTAGES: tuple[PreemptionAdvantage, ...] = (
     "priority",
     "progress",
@@ -402,8 +403,8 @@ class Scheduler:
         return self.preemption == "swap" or is_cheaper
 
     def _recompute_seconds(self, sequence: Sequence) -> float:
-        # This is an upper bound, because part of the sequence may still be in the prefix cache when
-        # it resumes.
+        # The returned time is an upper bound, because part of the sequence may still be in the
+        # prefix cache when it resumes.
         return sequence.num_computed * self.costs.seconds_per_token
 
     def _swap_seconds(self, sequence: Sequence) -> float:
@@ -428,7 +429,8 @@ class Scheduler:
         self._queue.drop(sequence)
         self.lookahead.forget(sequence)
         if self._queue.waiting:
-            self.lookahead.close()  # A waiting sequence may get the slot or the blocks.
+            # A waiting sequence may be admitted with the freed slot or blocks.
+            self.lookahead.close()
 
 
 def _check_fits(sequence: Sequence, block_budget: BlockBudget) -> None:

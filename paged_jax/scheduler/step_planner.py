@@ -132,7 +132,7 @@ class StepPlanner:
         generates no tokens, to `computed`.
         """
         start = sequence.num_computed
-        # The program can use the blocks that it frees at its start.
+        # The program frees blocks at its start, and can use them for the tokens of the chunk.
         num_before = num_blocks_needed(start, self._block_size)
         num_known = num_before + self._block_budget.num_freed_next(sequence)
         fits = max(0, (num_known + self.num_free) * self._block_size - start)

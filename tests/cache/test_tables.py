@@ -91,7 +91,7 @@ def call_publish(tables, *, slots=None, columns=None) -> None:
         (lambda t: call_attach(t, num_tokens=3), "attach: token_ids must have N"),
         (
             lambda t: call_attach(t, count=M + 1),
-            "attach: digests must have at most M = 4 rows, got 5",
+            "attach: digests must have at most 4 rows, got 5",
         ),
         (lambda t: call_attach(t, dtype=jnp.int32), "attach: digests must be uint32"),
         (lambda t: call_publish(t, slots=i32([0])), "publish: slots must have N"),

@@ -293,7 +293,7 @@ def test_update_params_refuses_another_format(data_dir) -> None:
     llm = LLM(load(data_dir, "mlx-q4"), **SIZES)
     other = load(data_dir, "mlx-mxfp4")
     with pytest.raises(
-        ValueError, match="must have the formats of the engine's model, or be floats. Expected"
+        ValueError, match="must be quantised like the engine's model, or not quantised. Expected"
     ):
         llm.update_params(other)
     with pytest.raises(ValueError, match="params must have the parameter names"):

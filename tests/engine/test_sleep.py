@@ -107,7 +107,7 @@ def test_wake_up_brings_weights_and_pool_back_separately(engine, tiny_folder) ->
     engine.wake_up(["kv_cache"])
     assert run(engine) == changed
     engine.sleep(level=1)
-    with pytest.raises(RuntimeError, match="or tags leaves them out"):
+    with pytest.raises(RuntimeError, match="or tags do not include 'weights'"):
         engine.wake_up(["kv_cache"])
     engine.update_params(Llama.from_pretrained(tiny_folder))
     engine.wake_up()

@@ -18,7 +18,7 @@ from paged_jax.cache.sequence_blocks import first_kept_column
 from paged_jax.dims import bind
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill, typed_jit, without_index_checks
 
-# Block tables of several groups of layers. All groups have the same slots, and a slot has the same
+# One `BlockTables` per group of layers. All groups have the same slots, and a slot has the same
 # length in all groups.
 Groups = tuple[BlockTables, ...]
 
@@ -90,7 +90,7 @@ def attach_groups(
     digests, token_ids = _as_contents("attach", first, digests, token_ids)
     if len(digests) > first.max_blocks_per_slot:
         raise ValueError(
-            f"attach: digests must have at most M = {first.max_blocks_per_slot} rows, got "
+            f"attach: digests must have at most {first.max_blocks_per_slot} rows, got "
             f"{len(digests)}. Pass only as many blocks as fit into a slot."
         )
     slot, num_blocks = jnp.asarray(slot, jnp.int32), jnp.asarray(num_blocks, jnp.int32)
@@ -105,7 +105,8 @@ def attach_groups(
         has_state = jnp.pad(has_state, (1, 0), constant_values=True)
         num_found = _longest_prefix(groups, hits, limit, has_state)
         entry = take_or_fill(entries, num_found - 1, fill_value=states.num_entries)
-    # If no block was found, use the index after the last slot, so that the updates are dropped.
+    # If no block was found, replace `slot` by an index past the last slot, so that JAX drops all
+    # writes below and no slot changes.
     slot = jnp.where(num_found > 0, slot, first.num_slots)
     if states is not None and entry is not None:
         states = attach_state(states, slot, entry)

@@ -175,8 +175,8 @@ def finish_reserve(
     pool, taken_SW = block_pool.take(tables.pool, is_taken_SW)
     pool = writes.note(pool, ok)
     slots = jnp.arange(tables.num_slots, dtype=jnp.int32)
-    # Only the columns that get a new block change. The others are replaced by a column after the
-    # end of the row, whose update is dropped.
+    # Write only the columns that get a new block. Replace all other columns by an index past the
+    # end of the row, so that JAX drops their writes.
     columns_SW = jnp.where(is_taken_SW, columns_SW, tables.max_blocks_per_slot)
     block_tables = put_or_drop(tables.block_tables, (slots[:, None], columns_SW), taken_SW)
     copies = BlockCopies(
@@ -207,8 +207,8 @@ def begin_restore(tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int
     num_tokens = jnp.where(is_refused, -1, num_tokens)
     if (state := tables.window_state) is None:
         return begin_reserve(tables, num_tokens, max_tokens=max_tokens, function="restore")
-    # Treat the slot as if it already held all tokens before its window, in blocks that have been
-    # freed, and now appended the tokens of the window.
+    # A restored slot gets blocks only for the tokens of its window. So pretend that the slot has
+    # already stored all earlier tokens and freed their blocks, and append the rest.
     window, first_columns = state
     is_new = num_tokens > 0
     kept = first_kept_column(num_tokens, window, tables.block_size)
@@ -218,8 +218,8 @@ def begin_restore(tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int
         first_columns=jnp.where(is_new, kept, first_columns),
         lengths=jnp.where(is_new, num_left, tables.lengths),
     )
-    # At most window + 2 * C tokens are appended: the tokens of the window, fewer than C tokens
-    # before them and fewer than C tokens after them.
+    # At most window + 2 * C tokens are appended. The window may begin and end inside a block, so
+    # fewer than C tokens before it and fewer than C tokens after it are appended too.
     most = min(max_tokens, window + 2 * tables.block_size)
     begun = begin_reserve(slid, num_tokens - num_left, max_tokens=most, function="restore")
     before = replace(begun.tables, lengths=tables.lengths, first_columns=first_columns)
@@ -264,22 +264,23 @@ class SharedWrites:
 def plan_shared_writes(tables: BlockTables, is_writer: jax.Array) -> SharedWrites:
     """Decide for each slot in `is_writer` bool[S] whether it must copy its last block."""
     num_blocks, slots = tables.num_blocks, jnp.arange(tables.num_slots, dtype=jnp.int32)
-    # `last` is the block that the next token is written to. If the token begins a new block, it is
-    # P, and its reference count is read as 0.
+    # `last` holds, for each slot, the block to which its next token is written. If that token
+    # begins a new block, the entry is P (no block), and its reference count is read as 0.
     columns = tables.lengths // tables.block_size
     last = take_or_fill(tables.block_tables, (slots, columns), fill_value=num_blocks)
     refs = take_or_fill(tables.pool.ref_counts, last)
     is_shared = is_writer & (refs > 1)
     block = jnp.where(is_shared, last, num_blocks)
 
-    # Compare all pairs of slots, because in a scatter the writers of a shared block would contend.
-    # The reduction is over the rows, because XLA vectorises such reductions on CPUs.
+    # To find slots that write to the same block, compare all pairs of slots. In a scatter, the
+    # slots that share a block would contend for its element. The reductions are over axis 0,
+    # because XLA vectorises such reductions on CPUs.
     is_same_SS = block[:, None] == block[None, :]
     num_writers = jnp.sum(is_same_SS, axis=0, dtype=jnp.int32)
     last_writer = jnp.max(jnp.where(is_same_SS, slots[:, None], -1), axis=0)
     is_last = is_shared & (last_writer == slots)
-    # If all slots that share a block write to it, the last slot keeps the block. If that slot
-    # copied it too, the block would have no references, but would not be in the free queue.
+    # If all slots that share a block write to it, the last of these slots keeps the block. If it
+    # copied the block too, the block would have no references and yet not be in the free queue.
     is_kept = num_writers == refs
     is_copy = is_shared & ~(is_last & is_kept)
     return SharedWrites(
@@ -303,8 +304,8 @@ def plan_columns(
     Returns:
       `(columns, is_taken)`: i32[S, W], the columns, and bool[S, W], whether each gets a new block.
     """
-    # The number of columns (W) that `max_tokens` tokens can touch. A single token touches one
-    # column.
+    # Maximum number (W) of columns of a block-table row into which `max_tokens` new tokens of a
+    # slot can fall. It is 1 for a single token.
     width = 1 + num_blocks_needed(max_tokens - 1, tables.block_size)
     ahead = jnp.arange(min(width, tables.max_blocks_per_slot), dtype=jnp.int32)
     columns_SW = (tables.lengths // tables.block_size)[:, None] + ahead[None, :]

@@ -45,9 +45,9 @@ from paged_jax.cache.block_pool import BlockPool
 from paged_jax.formatting import short_repr
 from paged_jax.kernels.opaque_call import take_or_fill, without_index_checks
 
-# Number of tokens that recurrent layers process together in prompts. Prompt chunks end at multiples
-# of this number, so that the states do not depend on the chunk sizes. Marks are states after a
-# multiple of this number of tokens.
+# Number of prompt tokens that recurrent layers process together. Prompt chunks end at multiples of
+# this number, so that the states do not depend on the chunk sizes. The marks described above are
+# states after a multiple of this number of tokens.
 STATE_INTERVAL = 64
 
 
@@ -99,7 +99,7 @@ class StateTables:
                 f"that all slots can have a state, got {num_entries}. Use more entries or fewer "
                 "slots."
             )
-        # The arrays must be separate: a buffer can be donated only once.
+        # Create four separate arrays, because JAX cannot donate the same buffer twice.
         entries, sources, marks, spares = (
             jnp.full(num_slots, num_entries, jnp.int32) for _ in range(4)
         )
@@ -147,12 +147,14 @@ def reserve_states(tables: StateTables, is_writer: jax.Array) -> StateTables:
     is_same_SS = held[:, None] == held[None, :]
     num_writers = jnp.sum(is_same_SS, axis=0, dtype=jnp.int32)
     last_writer = jnp.max(jnp.where(is_same_SS, slots[:, None], -1), axis=0)
-    # If all slots that share an entry write to it, the last of these slots may keep the entry.
+    # If all slots that share an entry write to it, the last of these slots may keep the entry and
+    # overwrite it.
     may_keep = (last_writer == slots) & (num_writers == take_or_fill(pool.ref_counts, held))
     may_keep &= held < P
     is_snapshot = pool.is_cached.at[held].get(mode="fill", fill_value=False)
     is_needed, is_wanted = is_writer & ~may_keep, may_keep & is_snapshot
-    # If free entries run out, free all marks before a snapshot is overwritten.
+    # If there are not enough free entries for all slots, free the entries of all marks, so that
+    # marks are discarded before snapshots are overwritten.
     is_short = jnp.sum(is_needed | is_wanted, dtype=jnp.int32) > pool.num_free
     tables = _drop_marks(tables, jnp.broadcast_to(is_short, is_writer.shape))
     pool = tables.pool
@@ -215,8 +217,8 @@ def plan_marks(
     """
     interval, P = state_interval(tables.pool.token_ids.shape[1]), tables.num_entries
     turns = (lengths + interval - 1) // interval * interval
-    # No mark is needed if the slot already has a multiple of `interval` tokens and does not write
-    # in place, because then its old entry keeps this state anyway.
+    # No mark is needed if the slot already has a multiple of `interval` tokens and now writes to
+    # another entry, because its old entry then keeps the state at that multiple anyway.
     is_left = (turns > lengths) | (tables.sources == tables.entries)
     is_reached = is_writer & is_left & (turns > 0) & (turns < lengths + most)
     is_reached &= (tables.marks == P) | (tables.mark_lengths != turns)

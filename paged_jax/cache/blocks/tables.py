@@ -183,7 +183,7 @@ def _read_map(tables: BlockTables) -> BlockMap | None:
         return None
     block_tables, lengths, ref_counts, is_cached = map(np.asarray, values)
     rows = [
-        # Columns without a block hold P. Leave them out.
+        # Leave out columns without a block, which hold P.
         BlockRow(str(slot), int(length), row[row < len(ref_counts)].tolist())
         for slot, (length, row) in enumerate(zip(lengths, block_tables, strict=True))
         if length
@@ -210,8 +210,8 @@ def describe_use(tables: BlockTables) -> str | None:
     )
 
 
-# Number of table entries that `_in_pieces` processes together. It is small, so that sorting the
-# entries is fast, but larger than the number of blocks of most slots.
+# Number of table entries that `_in_pieces` processes together. It is small, so that the entries are
+# sorted fast, but larger than the number of blocks of most slots, so that one piece suffices.
 _PIECE = 512
 
 Update = Callable[[BlockTables, jax.Array, jax.Array], BlockTables]
@@ -238,8 +238,8 @@ def _hold_piece(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> Blo
 
 def _empty_piece(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> BlockTables:
     entries = _entries(tables, rows, columns)
-    # Do not write entries that are P already. The result is the same, but now the written positions
-    # depend on the values read, so XLA can update the table without a copy.
+    # Skip entries that already hold P ("no block"). The result is the same, but the write now
+    # depends on the read, so XLA orders it after the read and updates the table in place.
     columns = jnp.where(entries < tables.num_blocks, columns, tables.max_blocks_per_slot)
     return replace(
         tables,
@@ -254,7 +254,7 @@ def _entries(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> jax.Ar
 
 
 @partial(without_index_checks, static_argnums=(0,))
-@partial(typed_jit, static_argnums=(0,))  # Without `jit`, each eager call compiles again.
+@partial(typed_jit, static_argnums=(0,))  # Without `jit`, each eager call compiles `update` again.
 def _update_slots(update: Update, tables: BlockTables, mask: jax.Array) -> BlockTables:
     """Call `update` (see `_in_pieces`) for all blocks of the slots in `mask` bool[S]."""
     held = jnp.where(mask, num_blocks_needed(tables.lengths, tables.block_size), 0)
@@ -409,7 +409,7 @@ def reorder(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.A
     is_changed = is_slot & ok
     parents = jnp.where(is_changed, parents, slots)
 
-    # Add references first: a block that moves between slots must not enter the free queue.
+    # Add the new references first. Otherwise, a block that moves between slots would become free.
     after = hold_slots(_follow(tables, parents), is_changed)
     before = empty_slots(replace(tables, pool=after.pool), is_changed)
     return replace(after, pool=before.pool), ok
@@ -445,14 +445,14 @@ def release(tables: BlockTables, mask: jax.Array) -> BlockTables:
 
 
 def truncate(tables: BlockTables, lengths: jax.Array, *, max_tokens: int) -> BlockTables:
-    """Shorten slots, and free the blocks past their new ends like `release`.
+    """Shorten slots, and free the blocks past their new ends.
 
     Args:
       tables: the state; may be donated.
       lengths: i32[S], the number of tokens to keep in each slot; slots that are already shorter
           stay unchanged. At most `max_tokens` tokens of a slot are removed. With a window, a slot
-          keeps more tokens if its next token would otherwise attend to freed blocks. The tokens
-          appended by the last `reserve` or `commit` can always be removed.
+          is shortened only as far as its next token needs no block that was freed already. The
+          tokens appended by the last `reserve` or `commit` can always be removed.
       max_tokens: upper bound on the tokens removed from a slot (static). The cost is a sort of
           S * ceil(max_tokens / C) entries.
 
@@ -477,7 +477,7 @@ def truncate(tables: BlockTables, lengths: jax.Array, *, max_tokens: int) -> Blo
     ahead = jnp.arange(width, dtype=jnp.int32)
     columns_SW = num_blocks_needed(lengths, tables.block_size)[:, None] + ahead[None, :]
     rows_S1 = jnp.arange(tables.num_slots, dtype=jnp.int32)[:, None]
-    # Columns past the end of the row or of the slot give P.
+    # For columns past the end of the row or of the slot, the lookup returns P (no block).
     cut_SW = take_or_fill(tables.block_tables, (rows_S1, columns_SW), fill_value=tables.num_blocks)
     return replace(
         tables,

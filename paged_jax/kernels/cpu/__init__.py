@@ -337,10 +337,10 @@ def _copies_expert_weights(dtype: DTypeLike) -> bool:
 
 
 def _set_rows(plain: PlainFunction, rows: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
-    """Set rows of an array by `source/set_rows.cc`, in place if `rows` is donated.
+    """Write `new` to the rows `index` of the array `rows`, with the kernel `source/set_rows.cc`.
 
-    See `paged_jax.kernels.rows.set_rows` for the arrays. `plain` is the equivalent function in
-    plain JAX.
+    If `rows` is donated, it is updated in place. See `paged_jax.kernels.rows.set_rows` for the
+    arrays. `plain` is the equivalent function in plain JAX.
     """
     arrays = rows, index, new
     [out] = call(Kernel("set_rows", rows.dtype), arrays, plain, arrays, is_in_place=True)
