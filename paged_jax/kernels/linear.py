@@ -23,7 +23,7 @@ from paged_jax.formatting import short_repr
 from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.dispatch import cpu_backend, general_backend, linear_backend, run_kernel
 from paged_jax.kernels.gradients import differentiable_once
-from paged_jax.kernels.weight_formats import Stack, Weight, WeightArrays
+from paged_jax.kernels.weight_formats import Stack, Weight
 
 __all__ = [
     "LayerWeights",
@@ -213,19 +213,10 @@ def grouped_linear(
 
 def _merge_outputs(w: Weight) -> Weight:
     """Merge the output dimensions of each group: ``[X, *out, in]`` to ``[X, out, in]``."""
-
-    def merge(x: jax.Array | None, rank: int) -> jax.Array | None:
-        return None if x is None else x.reshape(*x.shape[:rank], -1, x.shape[-1])
-
-    def merge_all(arrays: WeightArrays, rank: int) -> WeightArrays:
-        """Merge all dimensions between the first `rank` dimensions and the last dimension."""
-        values, scales, mins = (merge(x, rank) for x in arrays[:3])
-        return WeightArrays(values, scales, mins, arrays.order)
-
     stack = lax.stop_gradient(w.stack)
     if stack is not None:
-        stack = Stack(merge_all(stack.arrays, 2), jnp.asarray(stack.layer, jnp.int32))
-    return Weight(*merge_all(w.arrays, 1), stack=stack, code=w.code, dtype=w.dtype)
+        stack = Stack(stack.arrays.merge_outputs(2), jnp.asarray(stack.layer, jnp.int32))
+    return Weight(*w.arrays.merge_outputs(1), stack=stack, code=w.code, dtype=w.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
