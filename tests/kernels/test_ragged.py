@@ -16,11 +16,12 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
     ref_ragged_paged_attention,
 )
 
-from paged_jax.kernels import ragged_paged_attention
+from paged_jax.kernels import paged_prefill_attention, ragged_paged_attention
 from paged_jax.kernels.backend import Pages, RaggedArgs, RaggedOptions
 from paged_jax.kernels.dispatch import backends_of
 from paged_jax.kernels.mosaic_tpu import jax_kernels
 from paged_jax.kernels.ragged_chunks import cut_into_tiles
+from paged_jax.kernels.xla.attention import QUERIES
 from tests.support import oracles
 from tests.support.compiler import needs_compiler
 from tests.support.paged_batch import BACKENDS
@@ -449,3 +450,19 @@ def test_ragged_attention_has_the_same_dtype_under_settings_of_jax(setting) -> N
     with x64:
         out = jax.eval_shape(lambda *x: ragged_paged_attention(*x, v_scale=2.0), *batch.arrays)
     assert out.dtype == jnp.float32
+
+
+def test_xla_clears_the_padding_after_the_chunks_of_a_prefill() -> None:
+    """The last tile of a chunk of QUERIES + 2 tokens reaches into the rows of the next chunk."""
+    T, lens = QUERIES + 2, np.array([QUERIES + 2, 1, 0, QUERIES + 1], np.int32)
+    random = np.random.default_rng(0)
+    q = random.normal(size=(4, T, 4, 8)).astype(np.float32)
+    k, v = random.normal(size=(2, 1, 4 * 9, 2, 16, 8)).astype(np.float32)
+    tables = random.permutation(4 * 9).reshape(4, 9).astype(np.int32)
+    arrays = q, k, v, tables, lens + np.array([0, 5, 9, 3], np.int32), lens
+    got, want = (
+        paged_prefill_attention(*arrays, return_lse=True, backend=backend)
+        for backend in ("xla", "reference")
+    )
+    np.testing.assert_allclose(got[0], want[0], atol=1e-5)
+    np.testing.assert_allclose(got[1], want[1], atol=1e-5)

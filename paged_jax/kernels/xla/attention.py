@@ -6,9 +6,10 @@ read it. The bounds of the loops are dynamic, so that the cost depends on the nu
 the batch, not on the number of columns of the block table::
 
     decode    while tiles are left:               a few sequences x TILE tokens, longest first
-    prefill   for each tile of QUERIES queries:
+    chunks    for each tile of QUERIES queries:
                   while tiles are left:           1 sequence x TILE tokens, up to the diagonal
-    chunks    as prefill; the queries of a ragged batch, and their results, are slices of one array
+
+The chunks of a ragged batch, and those of a prefill, are rows of one array of queries.
 
 The result of a sequence does not depend on the other sequences, because each sequence has its own
 tiles in a fixed order. The functions are jitted here, so that a model with many layers traces and
@@ -155,41 +156,15 @@ def _step_sizes(batch: int, num_kv_heads: int, head_dim: int) -> tuple[int, int]
 @functools.partial(jax.jit, static_argnames="options")
 def prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
     """Attend causally with a chunk of queries for each sequence."""
-    q, pools, _, context_lens, query_lens, _, _ = args
-    assert query_lens is not None
-    B, T, H, D = q.shape
-    U = options.output_dim(D)
-    K = pools.num_kv_heads
-    G = H // K
-    queries = _queries_in_tile(T, H, D)
-    num_query_tiles = _ceil_div(T, queries)
-    padded = num_query_tiles * queries
-    q_BKTGD = (
-        (q.astype(jnp.float32) * options.scale).reshape(B, T, K, G, D).transpose(0, 2, 1, 3, 4)
-    )
-    q_BKTGD = jnp.pad(q_BKTGD, ((0, 0), (0, 0), (0, padded - T), (0, 0), (0, 0)))
-
-    def query_tile(index):
-        b, first = index // num_query_tiles, index % num_query_tiles * queries
-        start = context_lens[b] - query_lens[b] + first  # position of the tile's first query
-        num_queries = jnp.clip(query_lens[b] - first, 0, queries)
-        offsets = jnp.arange(queries, dtype=jnp.int32)
-        query_positions = jnp.where(offsets < num_queries, start + offsets, -1)
-        zero = jnp.zeros_like(b)  # a Python integer would be 64 bits wide under jax_enable_x64
-        q_KRD = lax.dynamic_slice(
-            q_BKTGD, (b, zero, first, zero, zero), (1, K, queries, G, D)
-        ).reshape(K, queries * G, D)
-        out, lse = _attend_to_tile(args, options, b, q_KRD, query_positions, start, num_queries)
-        lse = jnp.where(
-            (offsets < num_queries)[None, :, None], lse.reshape(K, queries, G), -jnp.inf
-        )
-        return out.reshape(K, queries, G, U), lse
-
-    out, lse = lax.map(query_tile, jnp.arange(B * num_query_tiles, dtype=jnp.int32))
-    out = out.reshape(B, num_query_tiles, K, queries, G, U).transpose(0, 1, 3, 2, 4, 5)
-    lse = lse.reshape(B, num_query_tiles, K, queries, G).transpose(0, 1, 3, 2, 4)
-    out, lse = out.reshape(B, padded, H, U), lse.reshape(B, padded, H)
-    return out[:, :T].astype(q.dtype), lse[:, :T]
+    (B, T, H, D), lens = args.q.shape, args.query_lens
+    assert lens is not None
+    flat = args._replace(q=args.q.reshape(B * T, H, D))
+    chunks = Chunks(jnp.arange(B, dtype=jnp.int32) * T, lens)
+    out, lse = _attend_to_chunks(flat, chunks, options, _queries_in_tile(T, H, D))
+    # The output of padding is 0 already.
+    is_query_BT1 = (jnp.arange(T, dtype=jnp.int32)[None] < lens[:, None])[..., None]
+    lse = jnp.where(is_query_BT1, lse.reshape(B, T, H), -jnp.inf)
+    return out.reshape(B, T, H, -1), lse
 
 
 @functools.partial(jax.jit, static_argnames="options")
@@ -198,22 +173,30 @@ def attend_to_chunks(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with the queries of all chunks of a ragged batch.
 
-    A tile may reach beyond the end of its chunk. The tiles of later chunks overwrite the rows that
-    it writes there, because tiles are computed in order. The number of loop steps is the number of
-    tiles of all chunks.
-
     Returns:
       ``(out, lse)``: ``[N, H, U]`` and f32 ``[N, H]``. Rows outside the chunks may hold anything.
     """
+    flat = args.as_attention(args.q, args.block_tables, args.context_lens, chunks.lens)
+    return _attend_to_chunks(flat, chunks, options, _queries_in_tile(*args.q.shape))
+
+
+def _attend_to_chunks(
+    args: AttentionArgs, chunks: Chunks, options: Options, queries: int
+) -> tuple[jax.Array, jax.Array]:
+    """Attend with the rows of the queries ``[N, H, D]`` that belong to a chunk.
+
+    A tile may reach beyond the end of its chunk. The tiles of later chunks overwrite the rows that
+    it writes there, because tiles are computed in order. The number of loop steps is the number of
+    tiles of all chunks.
+    """
     N, H, D = args.q.shape
-    K = args.pages.num_kv_heads
-    U = options.output_dim(D)
-    G, queries = H // K, _queries_in_tile(N, H, D)
-    whole = args.as_attention(args.q, args.block_tables, args.context_lens, chunks.lens)
+    K = args.pools.num_kv_heads
+    G, U = H // K, options.output_dim(D)
     num_tiles_B = _ceil_div(chunks.lens, queries)
     ends_B = jnp.cumsum(num_tiles_B, dtype=jnp.int32)
     offsets = jnp.arange(queries, dtype=jnp.int32)
-    padded = jnp.pad(args.q, ((0, queries), (0, 0), (0, 0)))
+    scaled = args.q.astype(jnp.float32) * options.scale
+    padded = jnp.pad(scaled, ((0, queries), (0, 0), (0, 0)))
 
     def query_tile(
         index: jax.Array, results: tuple[jax.Array, jax.Array]
@@ -224,21 +207,21 @@ def attend_to_chunks(
         start = args.context_lens[b] - chunks.lens[b] + first
         positions = jnp.where(offsets < num_queries, start + offsets, -1)
         row = chunks.starts[b] + first
-        q = lax.dynamic_slice_in_dim(padded, row, queries).astype(jnp.float32) * options.scale
+        q = lax.dynamic_slice_in_dim(padded, row, queries)
         q_KRD = q.reshape(queries, K, G, D).transpose(1, 0, 2, 3).reshape(K, queries * G, D)
-        tile, tile_lse = _attend_to_tile(whole, options, b, q_KRD, positions, start, num_queries)
+        tile, tile_lse = _attend_to_tile(args, options, b, q_KRD, positions, start, num_queries)
         tile = tile.reshape(K, queries, G, U).transpose(1, 0, 2, 3).reshape(queries, H, U)
         tile_lse = tile_lse.reshape(K, queries, G).transpose(1, 0, 2).reshape(queries, H)
         out, lse = results
         return (
-            lax.dynamic_update_slice_in_dim(out, tile.astype(out.dtype), row, axis=0),
+            lax.dynamic_update_slice_in_dim(out, tile, row, axis=0),
             lax.dynamic_update_slice_in_dim(lse, tile_lse, row, axis=0),
         )
 
     rows = padded.shape[:2]
-    empty = jnp.zeros((*rows, U), padded.dtype), jnp.zeros(rows, jnp.float32)
+    empty = jnp.zeros((*rows, U), jnp.float32), jnp.zeros(rows, jnp.float32)
     out, lse = lax.fori_loop(0, ends_B[-1], query_tile, empty)
-    return out[:N], lse[:N]
+    return out[:N].astype(args.q.dtype), lse[:N]
 
 
 def _attend_to_tile(
