@@ -125,10 +125,7 @@ def copies_weights(platform: str, dtype: DTypeLike, *, has_experts: bool) -> boo
       dtype: dtype of the weights.
       has_experts: whether the model is a mixture of experts.
     """
-    if platform != "cpu":
-        return False
-    backend = cpu_backend()
-    return backend.copies_weights(dtype) or (has_experts and backend.copies_expert_weights(dtype))
+    return platform == "cpu" and cpu_backend().copies_weights(dtype, has_experts=has_experts)
 
 
 def reads_stacked_weights(platform: str) -> bool:

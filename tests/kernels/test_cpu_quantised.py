@@ -345,7 +345,7 @@ def test_kernels_for_processors_with_fewer_instructions(
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(library, "_command", for_processor)
-    loaded = library._load.__wrapped__(Kernel("quantised_grouped_linear", dtype, code))
+    loaded = library._load.__wrapped__(Kernel("quantised_linear", dtype, code))
     assert loaded.why_not is None
 
 

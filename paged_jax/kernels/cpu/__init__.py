@@ -40,7 +40,6 @@ from paged_jax.kernels.cpu.kernels import (
     INT8_INPUT_CODES,
     PACKED,
     Kernel,
-    QuantisedOp,
     attention_attributes,
 )
 from paged_jax.kernels.cpu.library import Arrays, Attributes, PlainFunction, call, load
@@ -114,7 +113,7 @@ def _attend(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array
     return (out * options.value_scale).astype(args.q.dtype), lse
 
 
-def _quantised_kernel(op: QuantisedOp, w: Weight) -> Kernel:
+def _quantised_kernel(w: Weight) -> Kernel:
     """Return the kernel that multiplies by a quantised weight.
 
     It multiplies in bfloat16 only if this is the dtype of the model and represents the code
@@ -122,23 +121,21 @@ def _quantised_kernel(op: QuantisedOp, w: Weight) -> Kernel:
     """
     is_bfloat16 = w.dtype == jnp.bfloat16 and w.format.code not in _INEXACT_CODES
     dtype = jnp.dtype(jnp.bfloat16 if is_bfloat16 else jnp.float32)
-    return Kernel(op, dtype, PACKED if w.format.is_packed else w.format.code)
+    return Kernel("quantised_linear", dtype, PACKED if w.format.is_packed else w.format.code)
 
 
-def _int8_kernel(op: QuantisedOp, w: Weight) -> Kernel:
+def _int8_kernel(w: Weight) -> Kernel:
     """Return the kernel that multiplies by a quantised weight and rounds inputs to int8.
 
     For codes that it cannot multiply by int8 inputs, the kernel is the result of
     `_quantised_kernel`.
     """
-    kernel = _quantised_kernel(op, w)
+    kernel = _quantised_kernel(w)
     return kernel._replace(dtype=_INT8) if w.format.code in _INT8_CODES else kernel
 
 
 def _linear(
-    x: jax.Array,
-    w: Weight,
-    find_kernel: Callable[[QuantisedOp, Weight], Kernel] = _quantised_kernel,
+    x: jax.Array, w: Weight, find_kernel: Callable[[Weight], Kernel] = _quantised_kernel
 ) -> jax.Array:
     """Multiply the last dimension of `x` by a weight; see `paged_jax.kernels.linear.linear`.
 
@@ -147,18 +144,40 @@ def _linear(
     """
     if not _has_kernel_for(math.prod(x.shape[:-1]), w):
         return general_backend().linear(x, w)
-    layer = jnp.asarray(w.stack.layer if w.stack else 0, jnp.int32)
     stacked, plain = _stacked_arrays(w).merge_outputs(1), general_backend().linear
-    if w.scales is None:
-        matmul, operands = _Matmul(Kernel("linear", w.values.dtype), plain), (stacked.values, layer)
-    else:
-        kernel = find_kernel("quantised_linear", w)
-        plain = _plain_int8_linear if kernel.dtype == _INT8 else plain
-        matmul = _Matmul(kernel, plain, _flags(w))
-        operands = _quantised_operands(w, stacked, layer)
-        x = _round_inputs(x, w, kernel)
+    matmul, x, operands = _find_matmul(x, w, stacked, _one_group(x), plain, find_kernel)
     matrix = Weight(*w.arrays.merge_outputs(), code=w.code, dtype=w.dtype)
     return _multiply(matmul, x, matrix, operands).reshape(*x.shape[:-1], *w.values.shape[:-1])
+
+
+def _find_matmul(
+    x: jax.Array,
+    w: Weight,
+    stacked: WeightArrays,
+    sizes: jax.Array,
+    plain: PlainFunction,
+    find_kernel: Callable[[Weight], Kernel],
+) -> tuple["_Matmul", jax.Array, Arrays]:
+    """Return the matmul by a weight, its inputs in float32, and the operands after the inputs.
+
+    The operands are those of `source/linear.cc` or `source/quantised_linear.cc`. `stacked` has the
+    arrays of all layers, and `sizes`, i32 ``[X]``, the number of rows of each group.
+    """
+    layer = jnp.asarray(w.stack.layer if w.stack else 0, jnp.int32)
+    if w.scales is None:
+        matmul = _Matmul(Kernel("linear", w.values.dtype), plain)
+        return matmul, x.astype(jnp.float32), (stacked.values, sizes, layer)
+    kernel = find_kernel(w)
+    flags = {"has_mins": w.mins is not None, "has_order": w.order is not None}
+    attributes = tuple((name, np.int32(flag)) for name, flag in flags.items())
+    matmul = _Matmul(kernel, _plain_int8 if kernel.dtype == _INT8 else plain, attributes)
+    table = jnp.asarray(CODES.get(w.format.code, np.zeros(16)), jnp.float32)
+    operands = stacked.values, stacked.scales, table, layer, stacked.mins, stacked.order, sizes
+    return matmul, _round_inputs(x, w, kernel), tuple(y for y in operands if y is not None)
+
+
+def _one_group(x: jax.Array) -> jax.Array:
+    return jnp.array([math.prod(x.shape[:-1])], jnp.int32)
 
 
 def _stacked_arrays(w: Weight) -> WeightArrays:
@@ -189,12 +208,9 @@ def _round_inputs(x: jax.Array, w: Weight, kernel: Kernel) -> jax.Array:
     return lax.reduce_precision(x.astype(jnp.float32), limits.nexp, limits.nmant)
 
 
-def _plain_int8_linear(x: jax.Array, w: Weight) -> jax.Array:
-    return general_backend().linear(*_round_to_int8(x, w))
-
-
-def _plain_int8_grouped_linear(x: jax.Array, w: Weight, sizes: jax.Array) -> jax.Array:
-    return general_backend().grouped_linear(*_round_to_int8(x, w), sizes)
+def _plain_int8(x: jax.Array, w: Weight, *sizes: jax.Array) -> jax.Array:
+    plain = general_backend().grouped_linear if sizes else general_backend().linear
+    return plain(*_round_to_int8(x, w), *sizes)
 
 
 def _round_to_int8(x: jax.Array, w: Weight) -> tuple[jax.Array, Weight]:
@@ -220,26 +236,14 @@ def _round_to_int8(x: jax.Array, w: Weight) -> tuple[jax.Array, Weight]:
     return x + lax.stop_gradient(rounded - x), exact
 
 
-def _quantised_operands(w: Weight, stacked: WeightArrays, layer: jax.Array) -> Arrays:
-    """Return the operands of a kernel after `x`, in the order of `source/quantised_call.h`."""
-    table = jnp.asarray(CODES.get(w.format.code, np.zeros(16)), jnp.float32)
-    operands = stacked.values, stacked.scales, table, layer, stacked.mins, stacked.order
-    return tuple(operand for operand in operands if operand is not None)
-
-
-def _flags(w: Weight) -> Attributes:
-    flags = {"has_mins": w.mins is not None, "has_order": w.order is not None}
-    return tuple((name, np.int32(flag)) for name, flag in flags.items())
-
-
-def _copies_weights(dtype: DTypeLike) -> bool:
+def _copies_weights(dtype: DTypeLike, *, has_experts: bool) -> bool:
     """Return whether programs for this machine convert all weights of a dtype to float32."""
     dtype = jnp.dtype(dtype)
+    copied = (jnp.float16, jnp.int8, jnp.bfloat16) if has_experts else (jnp.float16, jnp.int8)
+    kernel = Kernel("linear", dtype)
     if dtype == jnp.int8:
         kernel = Kernel("quantised_linear", jnp.dtype(jnp.bfloat16), "int8")
-    else:
-        kernel = Kernel("linear", dtype)
-    return dtype in (jnp.float16, jnp.int8) and load(kernel).target is None
+    return dtype in copied and load(kernel).target is None
 
 
 def _sum_rows(x: jax.Array) -> jax.Array:
@@ -250,7 +254,8 @@ def _sum_rows(x: jax.Array) -> jax.Array:
     """
     ones = jnp.ones((1, x.shape[-1]), jnp.float32)
     matmul = _Matmul(Kernel("linear", ones.dtype), _plain_sum_rows)
-    return _multiply(matmul, x, Weight(ones), (ones[None], jnp.int32(0)))
+    operands = ones[None], _one_group(x), jnp.int32(0)
+    return _multiply(matmul, x, Weight(ones), operands)
 
 
 def _plain_sum_rows(x: jax.Array, ones: Weight) -> jax.Array:
@@ -300,27 +305,17 @@ def _grouped_linear(
     x: jax.Array,
     w: Weight,
     sizes: jax.Array,
-    find_kernel: Callable[[QuantisedOp, Weight], Kernel] = _quantised_kernel,
+    find_kernel: Callable[[Weight], Kernel] = _quantised_kernel,
 ) -> jax.Array:
     """Multiply rows by the weights of their groups, see `paged_jax.kernels.grouped_linear`.
 
-    The kernel is `source/grouped_linear.cc` or `source/quantised_grouped_linear.cc`. The result of
-    a row does not depend on the other rows. `find_kernel` returns the kernel for a quantised
-    weight.
+    The result of a row does not depend on the other rows. `find_kernel` returns the kernel for a
+    quantised weight.
     """
-    layer = jnp.asarray(w.stack.layer if w.stack else 0, jnp.int32)
     stacked, plain = _stacked_arrays(w), general_backend().grouped_linear
-    if w.scales is None:
-        kernel, flags = Kernel("grouped_linear", w.values.dtype), ()
-        x = x.astype(jnp.float32)
-        operands = x, stacked.values, sizes, layer
-    else:
-        kernel, flags = find_kernel("quantised_grouped_linear", w), _flags(w)
-        plain = _plain_int8_grouped_linear if kernel.dtype == _INT8 else plain
-        x = _round_inputs(x, w, kernel)
-        operands = x, *_quantised_operands(w, stacked, layer), sizes
+    matmul, x, operands = _find_matmul(x, w, stacked, sizes, plain, find_kernel)
     args = x, dataclasses.replace(w, stack=None), sizes
-    [out] = call(kernel, operands, plain, args, attributes=flags)
+    [out] = call(matmul.kernel, (x, *operands), matmul.plain, args, attributes=matmul.attributes)
     return out
 
 
@@ -328,12 +323,6 @@ def _grouped_linear_refusal(x: jax.Array, w: Weight, sizes: jax.Array) -> str | 
     """Return why the kernels do not support these arrays, or None if they do."""
     del x, sizes
     return None if w.scales is None else _quantised_refusal(w)
-
-
-def _copies_expert_weights(dtype: DTypeLike) -> bool:
-    """Return whether programs for this machine convert all expert weights to float32."""
-    dtype = jnp.dtype(dtype)
-    return dtype == jnp.bfloat16 and load(Kernel("grouped_linear", dtype)).target is None
 
 
 def _set_rows(plain: PlainFunction, rows: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
@@ -402,7 +391,6 @@ class Cpu:
     set_rows = staticmethod(_set_rows)
     sets_rows_in_place = staticmethod(_sets_rows_in_place)
     copies_weights = staticmethod(_copies_weights)
-    copies_expert_weights = staticmethod(_copies_expert_weights)
     targets = staticmethod(library.targets)
     load_called = staticmethod(library.load_called)
     load_target = staticmethod(library.load_target)

@@ -31,10 +31,9 @@ CODE_ELEMENTS = {"int8": "Int8", "float8_e4m3fn": "Float8", PACKED: "Packed"}
 INT8_INPUT_CODES = ("int8", PACKED)
 
 FloatOp = Literal[
-    "decode", "prefill", "linear", "grouped_linear", "set_rows",
-    "delta_step", "state_space_step", "convolution_step",
-]  # fmt: skip
-QuantisedOp = Literal["quantised_linear", "quantised_grouped_linear"]
+    "decode", "prefill", "linear", "set_rows", "delta_step", "state_space_step", "convolution_step"
+]
+QuantisedOp = Literal["quantised_linear"]
 KernelOp = FloatOp | QuantisedOp
 
 
@@ -77,16 +76,12 @@ Results = tuple[np.ndarray, np.ndarray]  # the result of a kernel, and the expec
 
 def _test_linear(target: str, kernel: Kernel) -> Results:
     rng = np.random.default_rng(0)
-    x, w = (rng.integers(-8, 8, shape).astype(np.float32) for shape in ((7, 77), (2, 13, 77)))
-    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((7, 13), jnp.float32))
-    return np.asarray(jax.jit(call)(x / 8, w.astype(kernel.dtype), np.int32(1))), x / 8 @ w[1].T
+    x, w = (rng.integers(-8, 8, shape).astype(np.float32) for shape in ((7, 77), (2, 3, 13, 77)))
+    operands = x / 8, w.astype(kernel.dtype), _SIZES, np.int32(1)
+    return _test_groups(target, operands, w[1])
 
 
-def _quantised_problem(kernel: Kernel) -> tuple[np.ndarray, list[Any], np.ndarray]:
-    """Return a problem with three experts: `x`, the other operands, and the expected weights.
-
-    The expected weights are the float32 matrices that the operands represent.
-    """
+def _test_quantised_linear(target: str, kernel: Kernel) -> Results:
     rng = np.random.default_rng(0)
     is_packed = kernel.code == PACKED
     K, groups = (96, 3) if is_packed else (77, 7)
@@ -97,37 +92,23 @@ def _quantised_problem(kernel: Kernel) -> tuple[np.ndarray, list[Any], np.ndarra
     values[..., 0] = 15 if is_packed else -128
     scales, mins = rng.integers(1, 8, (2, 2, 3, 37, groups)) / np.float32(8)
     stored = pack(values.astype(np.uint8)) if is_packed else values.astype(kernel.code)
-    operands = [stored, scales, CODES["uint4"], np.int32(1), mins.astype(jnp.bfloat16)]
+    operands = x, stored, scales, CODES["uint4"], np.int32(1), mins.astype(jnp.bfloat16), _SIZES
     w = values[1].reshape(3, 37, groups, -1) * scales[1, ..., None] + mins[1, ..., None]
-    return x, operands, w.reshape(3, 37, K)
+    flags = {"has_mins": np.int32(1), "has_order": np.int32(0)}
+    return _test_groups(target, operands, w.reshape(3, 37, K), **flags)
 
 
-_FLAGS = {"has_mins": np.int32(1), "has_order": np.int32(0)}
+_SIZES = np.array([1, 0, 5], np.int32)  # of 7 rows; the last row has no group
 
 
-def _test_quantised_linear(target: str, kernel: Kernel) -> Results:
-    x, (values, scales, table, layer, mins), w = _quantised_problem(kernel)
-    arrays = values[:, 2], scales[:, 2], table, layer, mins[:, 2]
-    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((7, 37), jnp.float32))
-    return np.asarray(jax.jit(lambda *args: call(*args, **_FLAGS))(x, *arrays)), x @ w[2].T
-
-
-def _test_quantised_grouped_linear(target: str, kernel: Kernel) -> Results:
-    x, operands, w = _quantised_problem(kernel)
-    sizes = np.array([1, 0, 5], np.int32)  # the last row has no group
-    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((7, 37), jnp.float32))
-    got = np.asarray(jax.jit(lambda *args: call(*args, **_FLAGS))(x, *operands, sizes))
-    return got, np.concatenate([x[:1] @ w[0].T, x[1:6] @ w[2].T, np.zeros((1, 37))])
-
-
-def _test_grouped_linear(target: str, kernel: Kernel) -> Results:
-    rng = np.random.default_rng(0)
-    x, w = (rng.integers(-8, 8, shape).astype(np.float32) for shape in ((7, 77), (2, 3, 13, 77)))
-    sizes = np.array([1, 0, 5], np.int32)  # the last row has no group
-    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((7, 13), jnp.float32))
-    got = np.asarray(jax.jit(call)(x / 8, w.astype(kernel.dtype), sizes, np.int32(1)))
-    want = [x[:1] / 8 @ w[1, 0].T, x[1:6] / 8 @ w[1, 2].T, np.zeros((1, 13))]
-    return got, np.concatenate(want)
+def _test_groups(
+    target: str, operands: Sequence[Any], w: np.ndarray, **attributes: np.generic
+) -> Results:
+    """Multiply rows by the weights of three groups. The first operand is `x`."""
+    x, N = operands[0], w.shape[1]
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((7, N), jnp.float32))
+    got = np.asarray(jax.jit(lambda *args: call(*args, **attributes))(*operands))
+    return got, np.concatenate([x[:1] @ w[0].T, x[1:6] @ w[2].T, np.zeros((1, N))])
 
 
 def _test_attention(target: str, kernel: Kernel) -> Results:
@@ -257,9 +238,7 @@ SELF_TESTS: dict[str, Callable[[str, Kernel], Results]] = {
     "decode": _test_attention,
     "prefill": _test_attention,
     "linear": _test_linear,
-    "grouped_linear": _test_grouped_linear,
     "quantised_linear": _test_quantised_linear,
-    "quantised_grouped_linear": _test_quantised_grouped_linear,
     "set_rows": _test_set_rows,
     "delta_step": _test_delta_step,
     "state_space_step": _test_state_space_step,

@@ -138,3 +138,12 @@ void in_parallel(XLA_FFI_CallFrame* frame, Call& call, int64_t num_parts) {
     turn < 1000 ? pause_briefly() : (void)sched_yield();
   job->let_go();
 }
+
+// Calls with the same number of parts, one for each group of rows, as a single list of parts.
+template <class Call>
+struct Grouped {
+  Call* of_groups;
+  int64_t parts_of_each;
+
+  void run(int64_t part) { of_groups[part / parts_of_each].run(part % parts_of_each); }
+};

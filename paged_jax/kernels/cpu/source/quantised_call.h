@@ -1,12 +1,13 @@
-// Operands of the kernels for quantised weights, in this order:
+// Operands of the kernel for quantised weights, in this order:
 //
 //   x        f32 [M, K]
-//   values   [L, N, K], or 4-bit values [L, N, K / 2]; for experts [L, X, N, ...]
-//   scales   floats [L, N, groups]; for experts [L, X, N, groups]
+//   values   [L, X, N, K], or 4-bit values [L, X, N, K / 2]; for one weight (X = 1) also [L, N, ...]
+//   scales   floats [L, X, N, groups] or [L, N, groups]
 //   table    f32 [16], the numbers that 4-bit values stand for
 //   layer    i32 [], the layer to read
 //   mins     minima like the scales, only if the attribute `has_mins` is set
 //   order    i32 [L, K], the input of each column, only if the attribute `has_order` is set
+//   sizes    i32 [X], the number of rows that each weight multiplies
 #pragma once
 
 #include "weight_units.h"
@@ -14,26 +15,26 @@
 namespace {
 
 struct QuantisedCall {
-  XLA_FFI_Buffer *x, *values, *scales, *mins, *order;
+  XLA_FFI_Buffer *x, *values, *scales, *mins, *order, *sizes;
   Decoder decoder;
-  int64_t layer, M, N;
+  int64_t layer, M, N, X;
   Groups groups;
-  int num_operands;
 
   explicit QuantisedCall(XLA_FFI_CallFrame* frame)
       : decoder((const float*)argument(frame, 3)->data) {
     x = argument(frame, 0), values = argument(frame, 1), scales = argument(frame, 2);
     layer = *(const int32_t*)argument(frame, 4)->data;
-    num_operands = 5;
-    mins = attribute<int32_t>(frame, "has_mins") ? argument(frame, num_operands++) : nullptr;
-    order = attribute<int32_t>(frame, "has_order") ? argument(frame, num_operands++) : nullptr;
-    M = x->dims[0], N = values->dims[values->rank - 2];
+    int next = 5;
+    mins = attribute<int32_t>(frame, "has_mins") ? argument(frame, next++) : nullptr;
+    order = attribute<int32_t>(frame, "has_order") ? argument(frame, next++) : nullptr;
+    sizes = argument(frame, next);
+    M = x->dims[0], X = sizes->dims[0], N = values->dims[values->rank - 2];
     groups = Groups::divide<Decoder>(x->dims[1], scales->dims[scales->rank - 1]);
   }
 
-  // Returns weight `index` of the `count` weights of the layer.
-  Matrix matrix(int64_t index, int64_t count) const {
-    int64_t first_row = (layer * count + index) * N;
+  // Returns the weight of a group.
+  Matrix matrix(int64_t group) const {
+    int64_t first_row = (layer * X + group) * N;
     return {rows(values, first_row), rows(scales, first_row), mins ? rows(mins, first_row) : ByteRows{},
             kind(scales),            kind(mins),              &decoder,
             N,                       groups};

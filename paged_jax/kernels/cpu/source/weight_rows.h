@@ -1,4 +1,4 @@
-// Multiplication of rows of x by rows of a weight, for `linear.cc` and `grouped_linear.cc`.
+// Multiplication of rows of x by rows of a weight, for `linear.cc`.
 //
 // A part of the work is some rows of the weight. They are read from memory once, and are multiplied by all
 // rows of x in blocks of a few rows. Each block prefetches some of the next weights, so that memory and the

@@ -1,5 +1,4 @@
-// Multiplication of rows of x by rows of a quantised weight, for `quantised_linear.cc` and
-// `quantised_grouped_linear.cc`.
+// Multiplication of rows of x by rows of a quantised weight, for `quantised_linear.cc`.
 //
 // A block is LANES rows of the weight. A panel is up to MAX_PANEL rows of x. For each row of x, a vector with
 // the sums of all rows of the block stays in a register:
