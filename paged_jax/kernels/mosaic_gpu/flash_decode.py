@@ -72,15 +72,13 @@ from paged_jax.kernels.mosaic_gpu.decode_tiles import (
 )
 from paged_jax.kernels.mosaic_gpu.launch import (
     TILE_LANES,
-    TILE_ROWS,
     AttentionInputs,
     GpuInstructions,
+    attention_refusal,
     launch,
     plgpu,
 )
 from paged_jax.kernels.pool_format import is_quantised
-
-_DTYPES = ("bfloat16", "float16")
 
 # Initial peak of the softmax. With -inf, ``peak - new_peak`` would be NaN before the first token.
 _LOWEST = float(np.finfo(np.float32).min)
@@ -91,22 +89,15 @@ _Result = tuple[tuple[jax.Array, ...], jax.Array]
 
 def refusal(problem: Problem) -> str | None:
     """Return why this kernel does not support the decode `problem`, or None if it does."""
-    dtype, q_dtype = jnp.dtype(problem.pool_dtype), jnp.dtype(problem.q_dtype)
-    if q_dtype.name not in _DTYPES or not (dtype == q_dtype or is_quantised(dtype)):
-        names = " or ".join(_DTYPES)
-        return (
-            f"queries must be {names}, and pools of the same dtype, int8 or float8_e4m3fn, got "
-            f"{q_dtype} and {dtype}"
-        )
-    if (why_not := problem.separate_values_refusal) is not None:
+    why_not = attention_refusal(problem) or problem.separate_values_refusal
+    if why_not is not None:
         return why_not
     G, C, D, U = problem["H"] // problem["K"], problem["C"], problem["D"], problem.value_dim
-    if C % TILE_ROWS or C & (C - 1):
-        return f"it reads blocks of a power of two of at least {TILE_ROWS} tokens, got {C}"
     if D % TILE_LANES or U % MMA_ROWS:
         return f"it reads heads of a multiple of {TILE_LANES} elements, got {D} and values of {U}"
+    is_narrow = is_quantised(problem.pool_dtype)
     sizes = DecodeSizes.choose(
-        problem["B"], problem["M"], G, C, D, U, problem.shares_values, None, is_quantised(dtype)
+        problem["B"], problem["M"], G, C, D, U, problem.shares_values, None, is_narrow
     )
     if sizes.slice_size < min(G, MIN_SLICE):
         return f"it cuts groups of query heads into equal slices, which {G} cannot be cut into"

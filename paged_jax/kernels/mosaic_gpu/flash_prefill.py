@@ -50,9 +50,9 @@ from paged_jax.kernels.gpu_device import device
 from paged_jax.kernels.mosaic_gpu.converted_tiles import convert_step, start_first
 from paged_jax.kernels.mosaic_gpu.launch import (
     TILE_LANES,
-    TILE_ROWS,
     AttentionInputs,
     GpuInstructions,
+    attention_refusal,
     launch,
     plgpu,
 )
@@ -68,8 +68,6 @@ from paged_jax.kernels.mosaic_gpu.query_tiles import (
 )
 from paged_jax.kernels.pool_format import is_quantised
 from paged_jax.kernels.ragged_chunks import Chunks, find_rows
-
-_DTYPES = ("bfloat16", "float16")
 
 # Registers per thread of a computing warpgroup, and of the copying warpgroup: if it only copies; if
 # it also converts; and if it converts the widest heads. With the widest heads, the computing
@@ -94,20 +92,11 @@ def gpu_refusal(interpret: Interpret) -> str | None:
 
 def refusal(problem: Problem, interpret: Interpret) -> str | None:
     """Return why this kernel does not support a prefill or ragged batch, or None if it does."""
-    if (why_not := gpu_refusal(interpret)) is not None:
+    if (why_not := gpu_refusal(interpret) or attention_refusal(problem)) is not None:
         return why_not
-    dtype, q_dtype = jnp.dtype(problem.pool_dtype), jnp.dtype(problem.q_dtype)
-    if q_dtype.name not in _DTYPES or not (dtype == q_dtype or is_quantised(dtype)):
-        names = " or ".join(_DTYPES)
-        return (
-            f"queries must be {names}, and pools of the same dtype, int8 or float8_e4m3fn, got "
-            f"{q_dtype} and {dtype}"
-        )
-    C, D = problem["C"], problem["D"]
+    D = problem["D"]
     if problem.shares_values or problem.value_dim != D:
         return "it attends to prompts with keys and values of the same size in different pools"
-    if C % TILE_ROWS or C & (C - 1):
-        return f"it reads blocks of a power of two of at least {TILE_ROWS} tokens, got {C}"
     if D % TILE_LANES or D > _MAX_HEAD:
         return (
             f"it attends to prompts with heads of a multiple of {TILE_LANES} elements up to "

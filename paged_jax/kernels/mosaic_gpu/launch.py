@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from paged_jax.kernels.backend import Interpret
+from paged_jax.kernels.backend import Interpret, Problem
 from paged_jax.kernels.gpu_device import device
 from paged_jax.kernels.opaque_call import only_on
+from paged_jax.kernels.pool_format import is_quantised
 
 plgpu: Any = None
 try:
@@ -238,6 +239,19 @@ def _count(counter_ref: Any, count_ref: Any) -> None:
 # Unit of a 128-byte swizzle of an array in shared memory: number of rows, and number of 16-bit
 # elements in each row.
 TILE_ROWS, TILE_LANES = 8, 64
+
+
+def attention_refusal(problem: Problem) -> str | None:
+    """Return why tiles of attention cannot have the dtypes or the blocks, or None if they can."""
+    dtype, q_dtype, C = jnp.dtype(problem.pool_dtype), jnp.dtype(problem.q_dtype), problem["C"]
+    if q_dtype not in (jnp.bfloat16, jnp.float16) or not (dtype == q_dtype or is_quantised(dtype)):
+        return (
+            "queries must be bfloat16 or float16, and pools of the same dtype, int8 or "
+            f"float8_e4m3fn, got {q_dtype} and {dtype}"
+        )
+    if C % TILE_ROWS or C & (C - 1):
+        return f"it reads blocks of a power of two of at least {TILE_ROWS} tokens, got {C}"
+    return None
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any, lanes: int = TILE_LANES) -> Any:
