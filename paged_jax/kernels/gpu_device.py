@@ -23,6 +23,8 @@ from paged_jax.kernels.backend import (
     RopeWriteArgs,
     WriteArgs,
 )
+from paged_jax.kernels.dispatch import general_backend
+from paged_jax.kernels.gradients import with_plain_gradients
 from paged_jax.kernels.gpu_defaults import measured_backend
 from paged_jax.kernels.ragged_chunks import attend_in_parts
 
@@ -190,13 +192,17 @@ class GpuBackend:
         decode = self._kernel("decode", options=options)
         return attend_in_parts(decode, self._kernel("attend_to_chunks", options=options), args)
 
+    @functools.partial(jax.jit, static_argnums=0)
     def write(self, args: WriteArgs) -> Pools:
         """Write keys and values of new tokens, in one launch."""
-        return self._kernel("write")(args)
+        return with_plain_gradients(self._kernel("write"), general_backend().write)(args)
 
+    @functools.partial(jax.jit, static_argnums=(0, 2))
     def rope_write(self, args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
         """Normalise and rotate heads, and write keys and values, in one launch."""
-        return self._kernel("rope_write", options=options)(args)
+        kernel = self._kernel("rope_write", options=options)
+        plain = functools.partial(general_backend().rope_write, options=options)
+        return with_plain_gradients(kernel, plain)(args)
 
     def copy_blocks(self, args: CopyArgs) -> Pools:
         """Copy blocks, in one launch."""

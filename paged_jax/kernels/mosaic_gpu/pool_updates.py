@@ -30,8 +30,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels.backend import CopyArgs, Interpret, Pools, Problem, WriteArgs
-from paged_jax.kernels.dispatch import general_backend
-from paged_jax.kernels.gradients import with_plain_gradients
 from paged_jax.kernels.mosaic_gpu.launch import (
     MAX_BOX,
     MAX_SHARED_MEMORY,
@@ -95,11 +93,6 @@ def does_not_fit(num_heads: int, head_dim: int) -> str:
 @functools.partial(jax.jit, static_argnames="interpret")
 def write(args: WriteArgs, interpret: Interpret = False) -> Pools:
     """Write K and V of N tokens to one layer, in one launch; return the new pools."""
-    kernel = functools.partial(_write, interpret=interpret)
-    return with_plain_gradients(kernel, general_backend().write)(args)
-
-
-def _write(args: WriteArgs, interpret: Interpret) -> Pools:
     pools = args.pools
     new = [x for x in (args.k, args.v) if x is not None]
     updated, treedef = jax.tree.flatten(pools)

@@ -24,8 +24,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels.backend import Interpret, Options, Pools, Problem, RopeWriteArgs
-from paged_jax.kernels.dispatch import general_backend
-from paged_jax.kernels.gradients import with_plain_gradients
 from paged_jax.kernels.mosaic_gpu import pool_updates
 from paged_jax.kernels.mosaic_gpu.launch import MAX_BOX, MAX_SHARED_MEMORY, launch, plgpu
 from paged_jax.kernels.mosaic_gpu.pool_updates import (
@@ -93,16 +91,6 @@ class _QueryBoxes(NamedTuple):
         return slice(None), box
 
 
-@functools.partial(jax.jit, static_argnames=("options", "interpret"))
-def rope_write(
-    args: RopeWriteArgs, options: Options, interpret: Interpret = False
-) -> tuple[jax.Array, Pools]:
-    """Run `paged_rope_write` in one launch; return the rotated queries and the new pools."""
-    kernel = functools.partial(_rope_write, options=options, interpret=interpret)
-    plain = functools.partial(general_backend().rope_write, options=options)
-    return with_plain_gradients(kernel, plain)(args)
-
-
 class _RopeTiles(NamedTuple):
     """Shared memory of `rope_write`. Heads that are stored as two halves are pairs of arrays.
 
@@ -152,9 +140,11 @@ def _pieces(head_dim: int) -> list[tuple[int, int]]:
     return [(0, head_dim)] if head_dim <= MAX_BOX else [(0, half), (half, half)]
 
 
-def _rope_write(
-    args: RopeWriteArgs, options: Options, interpret: Interpret
+@functools.partial(jax.jit, static_argnames=("options", "interpret"))
+def rope_write(
+    args: RopeWriteArgs, options: Options, interpret: Interpret = False
 ) -> tuple[jax.Array, Pools]:
+    """Run `paged_rope_write` in one launch; return the rotated queries and the new pools."""
     pools, (N, K, width, D) = args.pools, args.qkv.shape
     boxes = _QueryBoxes(K, width - 2)
     updated, treedef = jax.tree.flatten(pools)

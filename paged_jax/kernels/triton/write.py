@@ -56,8 +56,6 @@ from paged_jax.kernels.backend import (
     RopeWriteArgs,
     WriteArgs,
 )
-from paged_jax.kernels.dispatch import general_backend
-from paged_jax.kernels.gradients import with_plain_gradients
 from paged_jax.kernels.kv_split import divide, remainder
 from paged_jax.kernels.pool_format import quantise_parts, query_dtype
 from paged_jax.kernels.triton import tiles
@@ -92,11 +90,6 @@ def refusal(problem: Problem) -> str | None:
 @functools.partial(jax.jit, static_argnames="interpret")
 def write(args: WriteArgs, interpret: Interpret = False) -> Pools:
     """Write K and V of N tokens to one layer, in one launch; return the new pools."""
-    kernel = functools.partial(_write, interpret=interpret)
-    return with_plain_gradients(kernel, general_backend().write)(args)
-
-
-def _write(args: WriteArgs, interpret: Interpret) -> Pools:
     pools, k, v, blocks, offsets, layer = args
     N, K, D = k.shape
     new = [x.reshape(N * K, -1) for x in (k, v) if x is not None]
@@ -231,14 +224,6 @@ def rope_write(
     args: RopeWriteArgs, options: Options, interpret: Interpret = False
 ) -> tuple[jax.Array, Pools]:
     """Run `paged_rope_write` in one launch; return the rotated queries and the new pools."""
-    kernel = functools.partial(_rope_write, options=options, interpret=interpret)
-    plain = functools.partial(general_backend().rope_write, options=options)
-    return with_plain_gradients(kernel, plain)(args)
-
-
-def _rope_write(
-    args: RopeWriteArgs, options: Options, interpret: Interpret
-) -> tuple[jax.Array, Pools]:
     pools, (N, K, width, D) = args.pools, args.qkv.shape
     num_heads, H, half_lanes = K * width, K * (width - 2), pl.next_power_of_2(D // 2)
     rows = max(min(_TILE // (2 * half_lanes), pl.next_power_of_2(N)), 1)
