@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
-from paged_jax.command_line import Parser, one_line
+from paged_jax.command_line import Parser, one_line, read_prompts
 
 try:
     import httpx
@@ -249,39 +249,20 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     The prompts of the dataset are repeated in order if there are too few.
     """
     if args.dataset is not None:
-        lines = Path(args.dataset).read_text(encoding="utf-8").splitlines()
-        lines = [line for line in lines if line.strip()]
-        if args.dataset.endswith(".jsonl"):
-            lines = [_prompt_of(line, args.dataset) for line in lines]
-        if not lines:
-            raise ValueError(
-                f"--dataset must have at least one prompt, got none in {args.dataset}."
-            )
-        return [lines[i % len(lines)] for i in range(args.num_prompts)]
+        prompts = read_prompts("--dataset", args.dataset)
+        texts = [x if isinstance(x, str) else x.get("prompt") for x in prompts]
+        for prompt, text in zip(prompts, texts, strict=True):
+            if not isinstance(text, str):
+                raise ValueError(
+                    f"--dataset: prompts of {args.dataset} must be strings, got {str(prompt)[:80]}."
+                )
+        return [texts[i % len(texts)] for i in range(args.num_prompts)]
     draw = random.Random(args.seed)
     prefix = draw.choices(_WORDS, k=args.prefix_len)
     return [
         " ".join([*prefix, *draw.choices(_WORDS, k=args.input_len)])
         for _ in range(args.num_prompts)
     ]
-
-
-def _prompt_of(line: str, file: str) -> str:
-    """Return the value of ``prompt`` in a line of a .jsonl file.
-
-    Raises:
-      ValueError: the line is not a JSON object with a string ``prompt``.
-    """
-    try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, LookupError, TypeError):
-        prompt = None
-    if not isinstance(prompt, str):
-        raise ValueError(
-            f"--dataset: each line of {file} must be a JSON object with a string prompt, got "
-            f"{line[:80]}"
-        )
-    return prompt
 
 
 def _api_url(url: str) -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import json
 import os
 import re
 import shlex
@@ -208,6 +209,61 @@ def program_name(command: str) -> str:
 def one_line(error: BaseException) -> str:
     """Return the message of an exception in one line; its type if the message is empty."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def read_prompts(flag: str, file: str) -> list[Any]:
+    """Return the prompts of a file: a text for each line, or an object for each line of JSON.
+
+    Args:
+      flag: name of the flag, for error messages.
+      file: a text, or a .jsonl or .ndjson file. Blank lines count as no prompt.
+
+    Raises:
+      ValueError: the file cannot be read, has no prompts, or a line is no JSON object.
+    """
+    path = Path(file)
+    kind = path.suffix.lower()
+    if kind == ".json":
+        raise ValueError(
+            f"{flag} must be a text file with a prompt in each line, or a .jsonl file with a JSON "
+            f"object in each line, got {path}. Convert it to .jsonl."
+        )
+    try:
+        # Do not use `splitlines`: it also splits at characters such as U+2028, which JSON strings
+        # may contain.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"{flag} must be a readable text file, got {path}: it is not UTF-8 text."
+        ) from None
+    except (OSError, ValueError) as error:  # ValueError: the path has a null character
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{flag} must be a readable text file, got {path}: {reason}.") from None
+    prompts = [
+        _parse_line(f"{flag}: {path}, line {number}", line)
+        if kind in (".jsonl", ".ndjson")
+        else line
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not prompts:
+        raise ValueError(f"{flag} must have at least one prompt, got none in {path}.")
+    return prompts
+
+
+def _parse_line(place: str, line: str) -> Any:
+    try:
+        prompt = json.loads(line)
+    except RecursionError:
+        raise ValueError(f"{place} is nested too deeply.") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} is not JSON: {error.msg}.") from None
+    if not isinstance(prompt, dict):
+        raise ValueError(
+            f"{place} must be a JSON object with the field prompt or prompt_token_ids, got "
+            f"{line.strip()[:40]}."
+        )
+    return prompt
 
 
 def add_engine_arguments(

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from paged_jax import distributed
@@ -19,6 +18,7 @@ from paged_jax.command_line import (
     add_quiet_argument,
     engine_options,
     join_processes,
+    read_prompts,
     status_of,
 )
 from paged_jax.engine.request_factory import Prompt
@@ -224,51 +224,7 @@ def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
         if not text:
             raise ValueError("--prompt must not be empty.")
         return [text]
-    path = Path(args.prompts_file)
-    kind = path.suffix.lower()
-    if kind == ".json":
-        raise ValueError(
-            "--prompts-file must be a text file with a prompt in each line, or a .jsonl file with "
-            f"a JSON object in each line, got {path}. Convert it to .jsonl."
-        )
-    try:
-        # Do not use `splitlines`: it also splits at characters such as U+2028, which JSON strings
-        # may contain.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError:
-        raise ValueError(
-            f"--prompts-file must be a readable text file, got {path}: it is not UTF-8 text."
-        ) from None
-    except (OSError, ValueError) as error:  # ValueError: the path has a null character
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(
-            f"--prompts-file must be a readable text file, got {path}: {reason}."
-        ) from None
-    prompts: list[Prompt] = [
-        _parse_line(path, number, line) if kind in (".jsonl", ".ndjson") else line
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
-    if not prompts:
-        raise ValueError(f"--prompts-file must have at least one prompt, got none in {path}.")
-    return prompts
-
-
-def _parse_line(path: Path, number: int, line: str) -> Prompt:
-    try:
-        prompt = json.loads(line)
-    except RecursionError:
-        raise ValueError(f"--prompts-file: {path}, line {number} is nested too deeply.") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"--prompts-file: {path}, line {number} is not JSON: {error.msg}."
-        ) from None
-    if not isinstance(prompt, dict):
-        raise ValueError(
-            f"--prompts-file: {path}, line {number} must be a JSON object with the field prompt or "
-            f"prompt_token_ids, got {line.strip()[:40]}."
-        )
-    return prompt
+    return read_prompts("--prompts-file", args.prompts_file)
 
 
 def _as_chat(llm: LLM, prompt: Prompt) -> Prompt:

@@ -73,14 +73,11 @@ def test_bench_reports_failed_requests(run) -> None:
         (("--num-prompts", "0"), "--num-prompts must be positive, got 0."),
         (("--request-rate", "nan"), "--request-rate must be positive, got nan."),
         (("--prefix-len", "-1"), "--prefix-len must not be negative, got -1."),
-        (("--dataset", "none.jsonl"), "No such file or directory: 'none.jsonl'"),
-        (
-            ("--dataset", "words.jsonl"),
-            "must be a JSON object with a string prompt, got some words",
-        ),
-        (("--dataset", "keys.jsonl"), """string prompt, got {"text": "abc"}"""),
-        (("--dataset", "lists.jsonl"), "string prompt, got [1]"),
-        (("--dataset", "numbers.jsonl"), """string prompt, got {"prompt": 1}"""),
+        (("--dataset", "none.jsonl"), "a readable text file, got none.jsonl: No such file"),
+        (("--dataset", "words.jsonl"), "--dataset: words.jsonl, line 1 is not JSON: Expecting"),
+        (("--dataset", "keys.jsonl"), "of keys.jsonl must be strings, got {'text': 'abc'}."),
+        (("--dataset", "lists.jsonl"), "line 1 must be a JSON object with the field prompt or "),
+        (("--dataset", "numbers.jsonl"), "must be strings, got {'prompt': 1}."),
     ],
 )
 def test_bench_reports_mistakes_in_one_line(run, arguments, message, tmp_path, monkeypatch) -> None:
