@@ -24,8 +24,8 @@ from paged_jax.kernels.backend import (
     WriteArgs,
 )
 from paged_jax.kernels.dispatch import general_backend
-from paged_jax.kernels.gradients import with_plain_gradients
 from paged_jax.kernels.gpu_defaults import measured_backend
+from paged_jax.kernels.gradients import with_plain_gradients
 from paged_jax.kernels.ragged_chunks import attend_in_parts
 
 

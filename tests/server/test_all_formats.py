@@ -34,7 +34,7 @@ from paged_jax.server.response_answers import ResponsesAnswer
 from paged_jax.server.response_bodies import ResponsesBody
 from paged_jax.server.responses import ApiError, json_response
 from paged_jax.server.service import Client
-from tests.models.test_harmony import TEMPLATE as HARMONY_TEMPLATE
+from tests.models.test_reasoning import HARMONY_TEMPLATE
 from tests.models.test_tools import KNOWN
 from tests.support.tiny_model import EOS
 

@@ -114,14 +114,9 @@ FORMATS: Mapping[str, ReasoningFormat] = {
 HARMONY = FORMATS["harmony"]
 
 
-def uses_harmony(template: str) -> bool:
-    """Return whether a chat template uses the format Harmony."""
-    return "<|channel|>" in template and _MESSAGE in template
-
-
 def find_format(template: str) -> ReasoningFormat | None:
     """Return the reasoning format whose closing marker a chat template contains, or None."""
-    if uses_harmony(template):
+    if "<|channel|>" in template and _MESSAGE in template:
         return HARMONY
     return next((x for x in FORMATS.values() if x is not HARMONY and x.closing in template), None)
 
