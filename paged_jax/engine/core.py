@@ -184,7 +184,7 @@ class EngineCore:
             seed=options.seed,
             grammars=self.grammars,
         )
-        self.drafter = Drafter(options.num_speculative_tokens, self.stats)
+        self.drafter = Drafter(options.num_speculative_tokens, self.stats, interval)
         self.requests = RequestTable(scheduler, runner)
         self.guard = ChangeGuard(self.restart)
         self.clock = StepClock(self.stats, runner)

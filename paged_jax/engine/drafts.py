@@ -68,11 +68,14 @@ class Drafter:
     Args:
       max_drafts: maximum number of draft tokens per sequence; 0 disables drafts.
       stats: statistics of the engine; `count` updates them.
+      state_interval: number of tokens whose multiples no verification passes, in models with
+        recurrent layers; None in other models.
     """
 
-    def __init__(self, max_drafts: int, stats: EngineStats):
+    def __init__(self, max_drafts: int, stats: EngineStats, state_interval: int | None = None):
         self._max_drafts = max_drafts
         self._stats = stats
+        self._state_interval = state_interval
         self._indices: weakref.WeakKeyDictionary[Sequence, NgramIndex]
         self._indices = weakref.WeakKeyDictionary()
 
@@ -89,7 +92,7 @@ class Drafter:
         """
         if not self._max_drafts:
             return None
-        drafts = [self._draft(sequence) for sequence in sequences]
+        drafts = [self._draft(sequence)[: self._room(sequence)] for sequence in sequences]
         # Verify draft tokens only if there is at least one per sequence on average. With fewer, it
         # is faster to decode several steps in one dispatch, without drafts.
         return drafts if len(drafts) <= sum(map(len, drafts)) <= max_tokens else None
@@ -102,6 +105,15 @@ class Drafter:
         index = self._indices.setdefault(sequence, NgramIndex())
         index.extend(sequence.token_ids)
         return index.guess(self._max_drafts)
+
+    def _room(self, sequence: Sequence) -> int:
+        """Return the number of drafts of a sequence that `decoding.verify_steps` would verify."""
+        num_known = len(sequence.token_ids)
+        # The model draws one more token after the drafts.
+        room = sequence.max_length - num_known - 1
+        if self._state_interval is not None:
+            room = min(room, -num_known % self._state_interval)
+        return max(room, 0)
 
     def count(self, drafts: list[list[int]], num_new: ArrayLike) -> None:
         """Update the statistics after a step that verified `drafts`.
