@@ -16,7 +16,14 @@ from paged_jax.models.mixer_sizes import GatedDeltaNet, Mamba2
 from paged_jax.models.paged_model import create_cache
 from paged_jax.models.tensor_parallel import shard_config
 from paged_jax.plan import as_dict, as_text
-from tests.support.model_shapes import DEEPSEEK_V2_LITE, DEEPSEEK_V3, OLMO_HYBRID_7B
+from tests.support import ROOT
+from tests.support.model_shapes import (
+    DEEPSEEK_V2_LITE,
+    DEEPSEEK_V3,
+    KIMI_LINEAR_48B,
+    OLMO_HYBRID_7B,
+    QWEN_3_5_35B,
+)
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import CONFIG
 
@@ -271,24 +278,72 @@ def test_plan_of_recurrent_layers_equals_the_cache(max_model_len) -> None:
     assert share == pytest.approx(0.25 + 3144 / 4 / max_model_len, abs=1e-4)
 
 
-def test_plan_of_states_with_other_keys_than_values_equals_the_cache() -> None:
-    """24 of 32 layers of OLMo Hybrid keep a state of 96 x 192 per head, and no keys and values."""
-    plan = make_plan(OLMO_HYBRID_7B, 141 * 10**9, "gpu", max_model_len=32768, num_snapshots=6)
+@pytest.mark.parametrize("max_model_len", [32768, 131072])
+def test_plan_of_recurrent_and_latent_layers_equals_the_cache(max_model_len) -> None:
+    """20 of 27 layers of Kimi Linear keep a state, and the others a latent vector per token."""
+    plan = make_plan(
+        KIMI_LINEAR_48B, 141 * 10**9, "gpu", max_model_len=max_model_len, num_snapshots=6
+    )
     footprint, num_blocks = plan.footprint, plan.num_engine_blocks
     cache = jax.eval_shape(
         lambda: create_cache(
-            OLMO_HYBRID_7B, num_slots=16, max_length=32768, num_blocks=num_blocks,
+            KIMI_LINEAR_48B, num_slots=16, max_length=max_model_len, num_blocks=num_blocks,
             dtype="bfloat16", num_states=22, platform="gpu",
         )
     )  # fmt: skip
     num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.group_pools))
     assert num_bytes == footprint.pool_bytes(num_blocks) + footprint.recurrent
-    # Three inputs of a convolution over all queries, keys and values, in bfloat16.
-    assert footprint.sequence_state == 24 * 30 * (96 * 192 * 4 + 3 * (2 * 96 + 192) * 2)
+    assert footprint.sequence_state == 20 * (32 * 128 * 128 * 4 + 3 * (3 * 32 * 128) * 2)
+    assert plan.token_bytes == 7 * 576 * 2
+    # The states are worth 5,384 tokens of the 7 layers.
+    share = plan.sequence_bytes(max_model_len) / plan.uniform_bytes(max_model_len)
+    assert share == pytest.approx(7 / 27 * (1 + 5384 / max_model_len), abs=1e-4)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_plan_of_states_with_other_keys_than_values_equals_the_cache(platform) -> None:
+    """24 of 32 layers of OLMo Hybrid keep a state of 96 x 192 per head, and no keys and values."""
+    plan = make_plan(OLMO_HYBRID_7B, 141 * 10**9, platform, max_model_len=32768, num_snapshots=6)
+    footprint, num_blocks = plan.footprint, plan.num_engine_blocks
+    cache = jax.eval_shape(
+        lambda: create_cache(
+            OLMO_HYBRID_7B, num_slots=16, max_length=32768, num_blocks=num_blocks,
+            dtype="bfloat16", num_states=22, platform=platform,
+        )
+    )  # fmt: skip
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.group_pools))
+    assert num_bytes == footprint.pool_bytes(num_blocks) + footprint.recurrent
+    # Three inputs of a convolution over all queries, keys and values, in bfloat16. On TPUs, rows
+    # of states fill whole tiles of 128 lanes.
+    state = 96 * (256 if platform == "tpu" else 192)
+    assert footprint.sequence_state == 24 * 30 * (state * 4 + 3 * (2 * 96 + 192) * 2)
     assert plan.token_bytes == 8 * 2 * 30 * 128 * 2
+    if platform == "tpu":
+        return
     # 8 of 32 layers have K and V. The states are worth 446 tokens.
     share = plan.sequence_bytes(32768) / plan.uniform_bytes(32768)
     assert share == pytest.approx(0.25 + 446 / 4 / 32768, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("Qwen3.5-35B-A3B", QWEN_3_5_35B),
+        ("Kimi-Linear-48B-A3B", KIMI_LINEAR_48B),
+        ("Gemma 4 31B", GEMMA_4),
+        ("DeepSeek-V3", DEEPSEEK_V3),
+    ],
+)
+def test_docs_have_the_planned_bytes_of_a_sequence(name, config) -> None:
+    numbers = []
+    for length in (32768, 131072):
+        plan = make_plan(config, 2 * 10**12, "gpu", max_model_len=length, max_num_seqs=2)
+        uniform, num_bytes = plan.uniform_bytes(length), plan.sequence_bytes(length)
+        if config is DEEPSEEK_V3:
+            uniform = length * 61 * 128 * (192 + 128) * 2
+        numbers += [f"{num_bytes / 2**20:,.1f}", f"{num_bytes / uniform:.3f}"]
+    row = f"| {' | '.join([name, *numbers])} |"
+    assert row in (ROOT / "docs" / "families.md").read_text().splitlines()
 
 
 def test_plan_of_layers_with_attention_and_a_recurrence_equals_the_cache() -> None:

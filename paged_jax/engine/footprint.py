@@ -66,11 +66,11 @@ from paged_jax.cache.sequence_blocks import max_blocks_in_slot, num_blocks_neede
 from paged_jax.formatting import format_bytes
 from paged_jax.kernels import padded_head_dim
 from paged_jax.kernels.linear import copies_weights
-from paged_jax.kernels.pool_format import is_quantised, query_dtype
+from paged_jax.kernels.pool_format import is_quantised, padded_state_shape, query_dtype
 from paged_jax.kernels.rows import sets_rows_in_place
 from paged_jax.kernels.weight_formats import FLOAT_CODES
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.layer_groups import LayerGroup
+from paged_jax.models.layer_groups import LayerGroup, StateShape
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import ModelSpec
 from paged_jax.models.matrices import MatrixFormats
@@ -293,7 +293,7 @@ def footprint(
     if any(copies_weights(platform, dtype, has_experts=has_experts) for dtype in dtypes):
         copies = 4 * num_parameters(shard or config)
         steps = {program: taken + copies for program, taken in steps.items()}
-    states = _layer_states(shard or config, kv_dtype)
+    states = _layer_states(shard or config, kv_dtype, platform)
     rows = _STATE_COPIES * sizes.num_slots * max(states, default=0)
     steps = {name: taken + rows * (name in _MODEL_PROGRAMS) for name, taken in steps.items()}
     windows = [group.window for group in groups]
@@ -307,13 +307,16 @@ def footprint(
     )
 
 
-def _layer_states(config: LlamaConfig, kv_dtype: DTypeLike) -> list[int]:
+def _layer_states(config: LlamaConfig, kv_dtype: DTypeLike, platform: str) -> list[int]:
     """Return, for each recurrent layer, the bytes of a single sequence's state."""
     other = query_dtype(kv_dtype)
+
+    def num_bytes(array: StateShape) -> int:
+        size = math.prod(padded_state_shape(array.shape, platform))
+        return size * jnp.dtype(array.dtype or other).itemsize
+
     return [
-        sum(math.prod(x.shape) * jnp.dtype(x.dtype or other).itemsize for x in group.states)
-        for group in config.state_groups
-        for _ in group.layers
+        sum(map(num_bytes, group.states)) for group in config.state_groups for _ in group.layers
     ]
 
 
@@ -322,7 +325,7 @@ def _group_footprints(
 ) -> tuple[GroupFootprint, ...]:
     groups, block_size = [], sizes.block_size
     for group in config.layer_groups:
-        window, layers = group.sliding_window, group.layers
+        window = group.sliding_window
         held = max_blocks_in_slot(window, sizes.max_model_len, sizes.most_tokens, block_size)
         block = block_bytes(config, block_size, kv_dtype, platform, [group])
         overhead = record_bytes(block_size) + _SEARCH_BYTES
@@ -332,7 +335,7 @@ def _group_footprints(
             # copies were measured to take 1.4 to 1.5 times the memory of the pools.
             overhead += block * 3 // 2
         most = sizes.num_slots * held
-        groups.append(GroupFootprint(window, len(layers), block, overhead, held, most))
+        groups.append(GroupFootprint(window, len(group.layers), block, overhead, held, most))
     return tuple(groups)
 
 
@@ -396,7 +399,7 @@ def block_bytes(
     total = 0
     for group in config.layer_groups if groups is None else groups:
         if group.kv is not None:
-            rows = len(group.layers) * group.kv.num_kv_heads * block_size
+            rows = group.num_pool_layers * group.kv.num_kv_heads * block_size
             for size in filter(None, (group.kv.head_dim, group.kv.value_dim)):
                 total += rows * (padded_head_dim(size, platform) * itemsize + scale)
     return total
@@ -472,4 +475,4 @@ def _layer_features(layer: LlamaConfig) -> int:
 
 def _expert_bytes(config: LlamaConfig) -> int:
     """Return the bytes of two float32 copies of an expert's gate and up weights."""
-    return 2 * 4 * 2 * config.moe_intermediate_size * config.hidden_size
+    return 2 * 4 * 2 * config.moe_intermediate_size * config.expert_inputs

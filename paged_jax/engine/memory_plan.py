@@ -50,6 +50,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_groups import NOTHING
 from paged_jax.models.loading.parameters import resolve_dtype
 from paged_jax.models.matrices import MatrixFormats, float_type
+from paged_jax.models.mixer_sizes import Mamba2
 from paged_jax.models.tensor_parallel import shard_config
 from paged_jax.runner.sizes import Sizes
 
@@ -140,7 +141,7 @@ class MemoryPlan:
         """
         num_blocks = num_blocks_needed(length, self.sizes.block_size)
         num_recurrent = sum(len(group.layers) for group in self.shard.state_groups)
-        num_layers = sum(group.num_layers for group in self.footprint.groups)
+        num_layers = max(sum(group.num_layers for group in self.footprint.groups), 1)
         return self.footprint.block * num_blocks * (num_layers + num_recurrent) // num_layers
 
     def read_bytes(self, length: int) -> int:
@@ -339,7 +340,8 @@ def collectives(plan: MemoryPlan, batch: int) -> Collectives:
     num_devices = plan.num_devices
     if num_devices == 1:
         return Collectives(0, 0, 0)
-    layer_sums = [size for layer in plan.config.layer_configs for size in _layer_sums(layer)]
+    layers = plan.config.layer_configs
+    layer_sums = [size for layer in layers for size in _layer_sums(layer, num_devices)]
     layer_sums += _embedding_sums(plan.config)
     num_all_reduces, sums = len(layer_sums), sum(layer_sums)
     logits = num_devices * plan.shard.vocab_size
@@ -347,7 +349,7 @@ def collectives(plan: MemoryPlan, batch: int) -> Collectives:
     return Collectives(num_all_reduces, 1, sent)
 
 
-def _layer_sums(layer: LlamaConfig) -> list[int]:
+def _layer_sums(layer: LlamaConfig, num_devices: int) -> list[int]:
     """Return the number of values per token in each all-reduce of a layer.
 
     `layer` is the config of this layer, from `LlamaConfig.layer_configs`.
@@ -365,7 +367,11 @@ def _layer_sums(layer: LlamaConfig) -> list[int]:
     # A norm of q and k over all heads needs the mean squares of q and of k. A sparse activation
     # needs the mean and the mean square of the gate. Each is an all-reduce of two values per token.
     has_norms = has_norms and layer.kv_shapes[0] is not None
-    return sums + [2] * has_norms + [2] * bool(layer.activation_sparsity)
+    sums += [2] * has_norms + [2] * bool(layer.activation_sparsity)
+    mixer = None if layer.mixer is None else layer.mixer.widen(num_devices)
+    if isinstance(mixer, Mamba2) and mixer.num_copies > 1 and mixer.norm != "none":
+        sums.append(1)  # the norm of a group whose heads are on several devices
+    return sums
 
 
 def _embedding_sums(config: LlamaConfig) -> list[int]:

@@ -311,7 +311,7 @@ class DeltaStep(NamedTuple):
     """Arguments of `paged_jax.kernels.recurrent.delta_rule` for one token per row.
 
     Attributes:
-      rows: the states, in a pool ``[L, P, K * G, D, U]``.
+      rows: the states, in a pool ``[L, P, K * G, D, U]``, which may pad D and U.
       q, k: queries and keys, float32 ``[B, K, D]``.
       v: values, float32 ``[B, K, G, U]``.
       log_decay: logarithm of the decay of the state, float32 ``[B, K, G, D]``, or ``[B, K, G, 1]``
@@ -331,7 +331,7 @@ class StateSpaceStep(NamedTuple):
     """Arguments of `paged_jax.kernels.recurrent.state_space` for one token per row.
 
     Attributes:
-      rows: the states, in a pool ``[L, P, K * G, U, D]``.
+      rows: the states, in a pool ``[L, P, K * G, U, D]``, which may pad U and D.
       x: inputs, float32 ``[B, K, G, U]``.
       b, c: vectors that write to the state and read from it, float32 ``[B, K, D]``.
       log_decay: logarithm of the decay of the state, float32 ``[B, K, G]``.
@@ -345,6 +345,16 @@ class StateSpaceStep(NamedTuple):
 
 
 StateStep = ConvolutionStep | DeltaStep | StateSpaceStep
+
+
+def state_shape(step: StateStep) -> tuple[int, ...]:
+    """Return the shape of the state of a row, without the padding in the pool."""
+    shape = step.rows.pool.shape[2:]
+    if isinstance(step, DeltaStep):
+        return shape[0], step.k.shape[-1], step.v.shape[-1]
+    if isinstance(step, StateSpaceStep):
+        return shape[0], step.x.shape[-1], step.b.shape[-1]
+    return shape
 
 
 @dataclass(frozen=True)

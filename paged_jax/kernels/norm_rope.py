@@ -1,6 +1,7 @@
-"""RMS norm and rotary embedding (RoPE) of the heads of a fused QKV projection."""
+"""RMS norm and rotary embedding (RoPE) of the heads of a fused QKV projection, and activations."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,14 @@ from jax import lax
 from paged_jax.kernels.backend import Options, Pools, RopeWriteArgs, WriteArgs
 from paged_jax.kernels.linear import sum_rows
 from paged_jax.kernels.pool_format import query_dtype
+
+# Activations by their names in ``config.json``.
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, num_heads: int = 1) -> jax.Array:

@@ -22,6 +22,8 @@ QUANTISED: dict[Any, float] = {
 
 # Lanes of a TPU register: elements of the last dimension that a TPU moves at a time.
 LANES = 128
+# Sublanes of a TPU register: its rows of 128 lanes, for 32-bit values.
+SUBLANES = 8
 
 
 class Pages(NamedTuple):
@@ -234,3 +236,20 @@ def padded_head_dim(head_dim: int, platform: str) -> int:
       (64, 128)
     """
     return round_up_to_lanes(head_dim) if platform == "tpu" else head_dim
+
+
+def padded_state_shape(shape: tuple[int, ...], platform: str) -> tuple[int, ...]:
+    """Return the shape of a recurrent state in its pool: on TPUs, matrices fill whole tiles.
+
+    The reason is that of `padded_head_dim`: for an unpadded matrix, XLA may choose another layout
+    in a step than in the pool, and copies the whole pool twice. States that are vectors stay as
+    they are.
+
+    Example:
+      >>> padded_state_shape((30, 96, 192), "tpu"), padded_state_shape((30, 96, 192), "gpu")
+      ((30, 96, 256), (30, 96, 192))
+    """
+    if platform != "tpu" or len(shape) < 2:
+        return shape
+    *first, rows, lanes = shape
+    return *first, -(-rows // SUBLANES) * SUBLANES, round_up_to_lanes(lanes)

@@ -33,6 +33,7 @@ from paged_jax.kernels.backend import (
     StateRows,
     StateSpaceStep,
     StateStep,
+    state_shape,
 )
 from paged_jax.kernels.dispatch import general_backend, run_kernel
 from paged_jax.kernels.gradients import with_plain_gradients
@@ -121,7 +122,7 @@ def delta_rule(
         if the elements of a key decay at different rates.
       beta: step size of the update, 0 to 2, float32 ``[B, T, K, G]``.
       state: float32 ``[B, K, G, D, U]`` or ``[B, K * G, D, U]``. If T is 1, it may also be
-        `StateRows` with a pool ``[L, P, K * G, D, U]``.
+        `StateRows` with a pool ``[L, P, K * G, D, U]``, which may pad D and U.
       num_tokens: i32 ``[B]``, number of tokens of each row. The rest of the row is padding.
 
     Returns:
@@ -162,7 +163,7 @@ def state_space(
       c: vectors that read from the state, float32 ``[B, T, K, D]``.
       log_decay: logarithm of the decay, at most 0, float32 ``[B, T, K, G]``.
       state: float32 ``[B, K, G, U, D]`` or ``[B, K * G, U, D]``. If T is 1, it may also be
-        `StateRows` with a pool ``[L, P, K * G, U, D]``.
+        `StateRows` with a pool ``[L, P, K * G, U, D]``, which may pad U and D.
       num_tokens: i32 ``[B]``, number of tokens of each row. The rest of the row is padding.
 
     Returns:
@@ -194,7 +195,7 @@ def advance_rows(step: StateStep) -> tuple[jax.Array, jax.Array]:
     Returns:
       The output of each row, float32, and the new pool.
     """
-    rows, states = step.rows, take_states(step.rows)
+    rows, states = step.rows, take_states(step.rows, state_shape(step))
     num_tokens = jnp.ones(rows.num_rows, jnp.int32)
     if isinstance(step, ConvolutionStep):
         x, num_tokens = step.x[:, None], step.num_tokens

@@ -108,24 +108,35 @@ def _take_rows_as_bits(matrix: jax.Array, rows: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(_take_rows_as_is(bits, rows), matrix.dtype)
 
 
-def take_states(rows: StateRows) -> jax.Array:
+def take_states(rows: StateRows, shape: tuple[int, ...] | None = None) -> jax.Array:
     """Return the recurrent states of a batch, ``[B, ...]``, from their pool.
 
     They are zeros for rows with a source out of range.
+
+    Args:
+      rows: the rows, and their pool.
+      shape: shape of a state; None for its shape in the pool, which may be larger.
     """
-    L, P, *shape = rows.pool.shape
+    L, P, *padded = rows.pool.shape
     is_held = (rows.sources >= 0) & (rows.sources < P)
     index = rows.layer * P + jnp.where(is_held, rows.sources, 0)
-    states = take_rows(rows.pool.reshape(L * P, *shape), index)
-    return jnp.where(is_held.reshape(-1, *[1] * len(shape)), states, 0)
+    states = take_rows(rows.pool.reshape(L * P, *padded), index)
+    if shape is not None and shape != tuple(padded):
+        # Without the barrier, XLA gathers from a copy of the pool without its padding.
+        states = lax.optimization_barrier(states)[:, *map(slice, shape)]
+    return jnp.where(is_held.reshape(-1, *[1] * len(padded)), states, 0)
 
 
 def set_states(rows: StateRows, states: jax.Array) -> jax.Array:
     """Return the pool with the new recurrent states of a batch, ``[B, ...]``.
 
     New states of rows with an entry out of range are dropped.
+    States that are smaller than in the pool are padded with zeros.
     """
-    L, P, *_ = rows.pool.shape
+    L, P, *padded = rows.pool.shape
+    if states.shape[1:] != tuple(padded):
+        more = [(0, size - old) for size, old in zip(padded, states.shape[1:], strict=True)]
+        states = jnp.pad(states, ((0, 0), *more))
     is_kept = (rows.entries >= 0) & (rows.entries < P)
     # Each dropped row gets its own index past the end: the indices must be distinct, and entry P of
     # a layer would be entry 0 of the next layer.

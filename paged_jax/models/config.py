@@ -116,6 +116,8 @@ class LlamaConfig:
       num_experts, num_experts_per_tok: number of experts (0 for a dense MLP), and number of experts
         chosen for each token.
       moe_intermediate_size: features of each expert.
+      moe_latent_size: size of the vectors that experts read and write, which are projections of
+        hidden states; 0 for hidden states.
       shared_expert_intermediate_size: features of the shared expert; 0 for none.
       shared_expert_gate: whether the output of the shared expert is multiplied by a gate.
       norm_topk_prob: whether the weights of the chosen experts are divided by their sum.
@@ -208,6 +210,7 @@ class LlamaConfig:
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
+    moe_latent_size: int = 0
     shared_expert_intermediate_size: int = 0
     shared_expert_gate: bool = True
     norm_topk_prob: bool = False
@@ -434,7 +437,10 @@ class LlamaConfig:
         """Groups of layers with the same window and KV shape, see `layer_groups.group_layers`."""
         shapes = zip(self.kv_shapes, self.shares_kv, strict=True)
         kept = [None if shares else kv for kv, shares in shapes]
-        return group_layers(self.sliding_windows, kept)
+        if any(kept):
+            return group_layers(self.sliding_windows, kept)
+        num_heads = self.num_key_value_heads if self.latent is None else self.latent.num_copies
+        return (LayerGroup(None, (), KVShape(num_heads, 1, 0)),)
 
     @functools.cached_property
     def state_groups(self) -> tuple[LayerGroup, ...]:
@@ -454,6 +460,11 @@ class LlamaConfig:
         if NOTHING in self.mlp_layer_types and len({*self.mlp_layer_types}) == 1:
             return 0
         return self.shared_expert_intermediate_size if self.num_experts else self.intermediate_size
+
+    @property
+    def expert_inputs(self) -> int:
+        """Size of the vectors that experts read and write."""
+        return self.moe_latent_size or self.hidden_size
 
     @property
     def num_kv_rows(self) -> int:

@@ -186,6 +186,12 @@ def _check_layer_types(config: Any) -> None:
 
 
 def _check_choices(config: Any) -> None:
+    activation = "silu" if config.mixer is None else config.mixer.conv_act
+    if activation not in _CHOICES["hidden_act"]:
+        raise UnsupportedConfigError(
+            "LlamaConfig: the activation of convolutions must be one of "
+            f"{', '.join(_CHOICES['hidden_act'])}, got {activation!r}."
+        )
     for field, choices in _CHOICES.items():
         if getattr(config, field) not in choices:
             raise UnsupportedConfigError(
@@ -203,6 +209,11 @@ def _check_experts(config: Any) -> None:
     sizes = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
     if any(getattr(config, name) for name in sizes):
         check_positive("LlamaConfig", **{name: getattr(config, name) for name in sizes})
+    if config.moe_latent_size and (config.moe_latent_size < 0 or config.expert_bias):
+        raise ValueError(
+            "LlamaConfig: moe_latent_size must not be negative, and 0 for experts with biases, got "
+            f"{config.moe_latent_size}."
+        )
     if config.num_experts_per_tok > config.num_experts:
         raise ValueError(
             "LlamaConfig: num_experts_per_tok must be at most num_experts, got num_experts_per_tok "

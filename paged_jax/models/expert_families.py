@@ -41,6 +41,7 @@ _KIMI_DELTA = MixerKeys(
         "num_heads": "linear_num_heads",
         "head_dim": "linear_head_dim",
         "conv_width": "linear_conv_kernel_dim",
+        "conv_act": "hidden_act",
         "norm_eps": "rms_norm_eps",
     },
     nested=(

@@ -216,7 +216,8 @@ class MixerKeys:
         rounded down. If the second key is None, nothing is divided.
       norm_switches: two keys with booleans: whether the mixer has a norm, and whether this norm
         precedes the output gate. None if ``config.json`` does not determine the norm.
-      layer_types_key: key of the list with the type of each layer.
+      layer_types_key: key of the list with the type of each layer, or ``""`` if files list only the
+        layers with attention, see `attention_layers`.
       uniform_type: type of all layers, for a family without this list in its files; None otherwise.
       recurrent_type: name of recurrent layers in this list.
       layer_types: other type names that may occur in files, mapped to the names in `layer_groups`.

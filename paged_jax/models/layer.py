@@ -48,7 +48,8 @@ from paged_jax.models.tensor_parallel import DeviceShard
 
 # Projections into the residual stream.
 _OUTPUTS = (
-    "o_proj", "mixer_out_proj", "down_proj", "experts_down_proj", "per_layer_proj", "laurel_right",
+    "o_proj", "mixer_out_proj", "down_proj", "experts_down_proj", "moe_out_proj", "per_layer_proj",
+    "laurel_right",
 )  # fmt: skip
 
 
@@ -78,6 +79,8 @@ class Layer(nnx.Module):
         router_correction_bias  [X]              router_expert_factor   [X]
         experts_gate_up_proj  [X, 2, F, E]       experts_gate_up_bias  [X, 2, F]; 1 without gates
         experts_down_proj     [X, E, F]          experts_down_bias     [X, E]
+        moe_in_proj           [r, E]             moe_out_proj          [E, r]; experts then have r
+                                                 instead of E, see `moe_latent_size`
         shared_expert_gate    [1, E]
         per_layer_gate        [d, E]             d = hidden_size_per_layer_input
         per_layer_proj        [E, d]
@@ -181,13 +184,16 @@ class Layer(nnx.Module):
 
     def _add_experts(self, add: Callable[..., None], dtype: DTypeLike) -> None:
         config = self.config
-        E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
+        E, F, X = config.expert_inputs, config.moe_intermediate_size, config.num_experts
         num_local = X if self.shard is None else X // self.shard.num_devices
-        add("router", X, E)
+        add("router", X, config.hidden_size)
+        if config.moe_latent_size:
+            add("moe_in_proj", E, config.hidden_size)
+            add("moe_out_proj", config.hidden_size, E)
         add("experts_gate_up_proj", num_local, 2 if config.gated_mlp else 1, F, E)
         add("experts_down_proj", num_local, E, F)
         if config.shared_expert_intermediate_size and config.shared_expert_gate:
-            add("shared_expert_gate", 1, E)
+            add("shared_expert_gate", 1, config.hidden_size)
         if config.router.has_correction_bias:
             # Always store these biases in float32, because bfloat16 could not distinguish biases of
             # almost equal size.

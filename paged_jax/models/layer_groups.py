@@ -32,6 +32,7 @@ _EXPERT_FIELDS = (
     "num_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
+    "moe_latent_size",
     "shared_expert_intermediate_size",
 )
 
@@ -203,7 +204,8 @@ class LayerGroup(NamedTuple):
     Attributes:
       sliding_window: number of last tokens that a query attends to, including its own; None for
         all tokens.
-      layers: indices of the layers, ascending.
+      layers: indices of the layers, ascending. A model without attention has a group without
+        layers: its blocks only count tokens, for the scheduler and the prefix cache.
       kv: shape of the keys and values of each token; None for recurrent layers.
       states: state arrays of each sequence; empty for attention layers.
     """
@@ -214,12 +216,17 @@ class LayerGroup(NamedTuple):
     states: tuple[StateShape, ...] = ()
 
     @property
+    def num_pool_layers(self) -> int:
+        """Number of layers of the pools; 1 if the group has no layer."""
+        return max(len(self.layers), 1)
+
+    @property
     def num_values(self) -> int:
         """Number of elements of K and V per token in all layers; without `kv`, number of layers."""
         if self.kv is None:
             return len(self.layers)
         per_head = self.kv.head_dim + self.kv.value_dim
-        return len(self.layers) * self.kv.num_kv_heads * per_head
+        return self.num_pool_layers * self.kv.num_kv_heads * per_head
 
     @property
     def num_state_values(self) -> int:

@@ -27,6 +27,7 @@ from paged_jax.models.model_folder import (
     read_boolean,
     read_entry,
     read_integer,
+    read_name,
     read_names,
     read_number,
     read_object,
@@ -70,6 +71,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any], str], Any]] = {
     "swiglu_limit": read_number,
     "factor": read_number,
     "has_correction_bias": read_boolean,
+    "moe_latent_size": lambda config, key: read_integer(config, key, 0),
 }
 
 
@@ -166,6 +168,9 @@ def _read(config: Mapping[str, Any], key: str, kind: Any) -> Any:
         size = read_integer(config, key)
         check_positive("LlamaConfig", **{key: size})
         return size
+    if kind is str:
+        name = read_name(config, key, "silu")
+        return {"swish": "silu"}.get(name, name)
     if kind in (float, bool):
         return read_number(config, key) if kind is float else read_boolean(config, key)
     return _read_numbers(key, read_entry(config, key, REQUIRED), len(get_args(kind)))
@@ -199,7 +204,11 @@ def write_mixer(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
         of_mlp = {kind: name for name, kind in keys.mlp_types.items()}
         both = zip(names, fields["mlp_layer_types"], strict=True)
         names = [of_mlp[mlp] if name == NOTHING else name for name, mlp in both]
-    written: dict[str, Any] = {} if keys.uniform_type else {keys.layer_types_key: names}
+    written: dict[str, Any] = {}
+    if not keys.layer_types_key:
+        written[keys.attention_layers] = [i for i, kind in enumerate(kinds) if kind == FULL]
+    elif keys.uniform_type is None:
+        written[keys.layer_types_key] = names
     if mixer is not None:
         written |= {key: getattr(mixer, name) for name, key in keys.keys.items()}
         if keys.norm_switches is not None:
@@ -393,6 +402,8 @@ def write_experts(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
         return {family.key("num_experts"): 0, shared: fields["intermediate_size"]}
     router: Router = fields["router"]
     written = {family.key(name): fields[name] for name in (*_SIZES, *family.experts)}
+    if "moe_latent_size" in family.experts:
+        written["moe_latent_size"] = fields["moe_latent_size"] or None
     written |= {key: getattr(router, name) for name, key in family.router_keys.items()}
     if family.groups_switch is not None:
         key, value = family.groups_switch

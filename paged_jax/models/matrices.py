@@ -471,7 +471,7 @@ def _num_inputs(config: LlamaConfig) -> dict[str, int]:
         shapes = config.mixer.shapes(config.hidden_size)
         inputs |= {name: shapes[name][-1] for name in ("mixer_in_proj", "mixer_out_proj")}
     if config.num_experts:
-        inputs["experts_gate_up_proj"] = config.hidden_size
+        inputs["experts_gate_up_proj"] = inputs["moe_out_proj"] = config.expert_inputs
         inputs["experts_down_proj"] = config.moe_intermediate_size
     return inputs
 

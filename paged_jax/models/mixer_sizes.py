@@ -36,14 +36,20 @@ class Mixer:
     Attributes:
       conv_width: width of the causal convolution in tokens (w).
       conv_bias: whether the convolution has a bias.
+      conv_act: activation after the convolution.
     """
 
     conv_width: int
     conv_bias: bool = False
+    conv_act: str = "silu"
 
     # Fields that tensor parallelism divides by the number of devices. The first of them is K, see
     # `num_parts`.
     divided: ClassVar[tuple[str, ...]]
+    # What the parts are, for error messages.
+    parts: ClassVar[str]
+    # Pieces of parameters that all devices with a share of the same part keep, see `widen`.
+    shared_pieces: ClassVar[frozenset[str]] = frozenset()
 
     def shapes(self, hidden_size: int) -> Mapping[str, Shape]:
         """Return the shape of each parameter by name, for hidden states of size E."""
@@ -77,6 +83,23 @@ class Mixer:
         """Number of key heads, groups or channels (K), over which a layer can be divided."""
         return getattr(self, self.divided[0])
 
+    def check_divides(self, function: str, num_devices: int) -> None:
+        """Check that `num_devices` devices can divide the parts.
+
+        Raises:
+          ValueError: they cannot.
+        """
+        if self.num_parts % num_devices:
+            raise ValueError(
+                f"{function}: tensor_parallel_size must divide the {self.num_parts} {self.parts} "
+                f"of recurrent layers, got {num_devices}."
+            )
+
+    def widen(self, num_devices: int) -> Self:
+        """Return the sizes with at least one part per device, if devices can share a part."""
+        del num_devices
+        return self
+
     def divide(self, num_devices: int) -> Self:
         """Return the sizes of the share of one device. `num_devices` must divide `num_parts`."""
         sizes = {name: getattr(self, name) // num_devices for name in self.divided}
@@ -94,6 +117,7 @@ class ShortConvolution(Mixer):
     num_channels: int
 
     divided = ("num_channels",)
+    parts = "channels"
 
     def shapes(self, hidden_size: int) -> Mapping[str, Shape]:
         """Return the shape of each parameter by name."""
@@ -136,6 +160,7 @@ class GatedDeltaNet(Mixer):
     norm_eps: float = 1e-6
 
     divided = ("num_key_heads", "num_value_heads")
+    parts = "heads of keys"
 
     def __post_init__(self) -> None:
         if self.num_value_heads % self.num_key_heads:
@@ -199,6 +224,7 @@ class KimiDelta(Mixer):
     norm_eps: float = 1e-5
 
     divided = ("num_heads",)
+    parts = "heads"
 
     @property
     def state_shape(self) -> Shape:
@@ -251,6 +277,7 @@ class Mamba2(Mixer):
       in_multiplier, out_multiplier: factors of the mixer's input and output, as in muP.
       piece_multipliers: factors of the five parts of the projection: gates, inputs, b, c and time
         steps.
+      num_copies: number of devices that share the heads of a group. Each has b and c of the group.
     """
 
     num_heads: int
@@ -263,8 +290,11 @@ class Mamba2(Mixer):
     in_multiplier: float = 1.0
     out_multiplier: float = 1.0
     piece_multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    num_copies: int = 1
 
     divided = ("num_groups", "num_heads")
+    parts = "groups"
+    shared_pieces = frozenset({"b", "c"})
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_groups:
@@ -278,6 +308,21 @@ class Mamba2(Mixer):
         """Number of groups (K), heads per group (G), and sizes of b (D) and of an input (U)."""
         K = self.num_groups
         return K, self.num_heads // K, self.state_dim, self.head_dim
+
+    def check_divides(self, function: str, num_devices: int) -> None:
+        """Check that `num_devices` devices can divide the heads, and the groups or their heads."""
+        num_parts = max(self.num_groups, num_devices)
+        if num_parts % num_devices or num_parts % self.num_groups or self.num_heads % num_parts:
+            raise ValueError(
+                f"{function}: tensor_parallel_size must divide the {self.num_heads} heads of "
+                f"recurrent layers, and divide their {self.num_groups} groups or be a multiple of "
+                f"them, got {num_devices}."
+            )
+
+    def widen(self, num_devices: int) -> Self:
+        """Return the sizes with at least one group per device. Devices may share a group."""
+        copies = max(num_devices // self.num_groups, 1)
+        return dataclasses.replace(self, num_groups=self.num_groups * copies, num_copies=copies)
 
     @property
     def state_shape(self) -> Shape:

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.norm_rope import add_bias, expand, mean_square, rms_norm
+from paged_jax.kernels.norm_rope import ACTIVATIONS, add_bias, expand, mean_square, rms_norm
 from paged_jax.kernels.recurrent import causal_convolution, delta_rule, state_space
 from paged_jax.models.layer_attention import Recurrence, States
 from paged_jax.models.matrices import LayerParameters
@@ -196,8 +196,11 @@ def _gate_and_norm(
         return (grouped * gate).reshape(out.shape)
     if sizes.norm == "after gate":
         grouped = grouped * gate
-    scale = lax.rsqrt(mean_square(grouped, num_heads=sizes.num_groups) + sizes.norm_eps)
-    grouped = grouped * scale * expand(_float32(weights, "mixer_norm"), grouped.ndim)
+    squares = mean_square(grouped, num_heads=sizes.num_groups)
+    if sizes.num_copies > 1:
+        squares = weights.layer.shard.all_reduce_mean(squares, sizes.num_copies)
+    weight = expand(_float32(weights, "mixer_norm"), grouped.ndim)
+    grouped = grouped * lax.rsqrt(squares + sizes.norm_eps) * weight
     if sizes.norm == "before gate":
         grouped = grouped * gate
     return grouped.reshape(out.shape)
@@ -220,7 +223,8 @@ def _convolved(
         filters = _float32(weights, "mixer_conv").reshape(-1, sizes.conv_width)
         bias = _float32(weights, "mixer_conv_bias").reshape(-1) if sizes.conv_bias else None
         out, conv = causal_convolution(inputs[0], states[0], filters, bias, num_tokens)
-        out, state = run(jax.nn.silu(out), inputs[1:], states[1], num_tokens)
+        activated = ACTIVATIONS[sizes.conv_act](out)
+        out, state = run(activated, inputs[1:], states[1], num_tokens)
         return out.reshape(*out.shape[:2], -1), (conv, state)
 
     flat = tuple(each.reshape(*each.shape[:-2], -1) for each in inputs)

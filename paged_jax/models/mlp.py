@@ -16,7 +16,7 @@ applies to rows of experts on other devices.
 import functools
 import operator
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -24,18 +24,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.kernels.linear import Matrix, grouped_linear, sum_rows
-from paged_jax.kernels.norm_rope import add_bias
+from paged_jax.kernels.norm_rope import ACTIVATIONS, add_bias
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.family import SOFTMAX_ROUTER, Router
 from paged_jax.models.matrices import LayerParameters
 from paged_jax.models.tensor_parallel import DeviceShard
 
-ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-}
 # Maximum number of comparisons with which `_choose` and `sort_by_expert` compare all pairs instead
 # of sorting. It is enough for 64 tokens with 128 experts, or for 64 tokens with 16 chosen experts
 # each.
@@ -170,15 +164,17 @@ def routed_experts(
         is_token=None if is_token is None else is_token.reshape(-1),
         local_experts=None if shard is None else (shard.index * num_local, num_local),
     )
+    inputs = weights.linear(x, "moe_in_proj") if config.moe_latent_size else x
     out = apply_experts(
-        x.reshape(-1, x.shape[-1]),
+        inputs.reshape(-1, inputs.shape[-1]),
         routes,
         ExpertWeights(*matrices, *biases),
         activation=_gated_activation(config),
         scales_inputs=config.router.scales_inputs,
         backend=weights.backend,
     )
-    return out.reshape(x.shape)
+    out = out.reshape(inputs.shape)
+    return weights.linear(out, "moe_out_proj") if config.moe_latent_size else out
 
 
 def _gated_activation(config: LlamaConfig) -> GatedActivation:

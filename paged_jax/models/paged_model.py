@@ -426,7 +426,8 @@ def create_cache(
         States beyond `num_slots` are used for snapshots in the prefix cache, see
         `paged_cache.publish`.
       platform: platform on which the cache is used; None for `jax.default_backend()`. On TPUs the
-        last dimension of the pools is padded, see `kernels.padded_head_dim`.
+        last dimensions of the pools are padded, see `kernels.padded_head_dim` and
+        `padded_state_shape`.
 
     Raises:
       ValueError: a size is not a positive integer, or a pool has more rows than int32 can count.
@@ -454,7 +455,8 @@ def create_cache(
     )
     width, where = num_blocks_needed(max_length, block_size), platform or jax.default_backend()
     groups: list[CacheGroup] = []
-    for window, layers, kv, _ in config.layer_groups:
+    for group in config.layer_groups:
+        window, kv = group.sliding_window, group.kv
         assert kv is not None
         most = num_slots * max_blocks_in_slot(window, max_length, max_tokens, block_size)
         if groups:
@@ -465,7 +467,7 @@ def create_cache(
             num_blocks = most
         groups.append(
             CacheGroup.create(
-                num_layers=len(layers),
+                num_layers=group.num_pool_layers,
                 num_blocks=num_blocks,
                 num_kv_heads=kv.num_kv_heads,
                 block_size=block_size,
@@ -477,8 +479,7 @@ def create_cache(
                 window=window,
             )
         )
-    states = create_states(
-        config, num_slots if num_states is None else num_states, num_slots, block_size, dtype
-    )
+    num_states = num_slots if num_states is None else num_states
+    states = create_states(config, num_states, num_slots, block_size, dtype, where)
     places = layer_places(config.layer_groups, config.kv_sources)
     return PagedCache(tuple(groups), places, states)

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from paged_jax.cache.groups import LayerPlaces, StateGroup, find_layer
 from paged_jax.kernels.backend import StateRows
 from paged_jax.kernels.opaque_call import take_or_fill
-from paged_jax.kernels.pool_format import query_dtype
+from paged_jax.kernels.pool_format import padded_state_shape, query_dtype
 from paged_jax.kernels.rows import set_states, take_states
 from paged_jax.models.layer_groups import layer_places
 
@@ -140,7 +140,8 @@ class StatePlaces(NamedTuple):
             out, new = recurrence.run(rows, num_tokens)
             pools = tuple(each.pool for each in new)
         else:
-            out, new = recurrence.run(tuple(map(take_states, rows)), num_tokens)
+            shapes = (array.shape for array in recurrence.arrays)
+            out, new = recurrence.run(tuple(map(take_states, rows, shapes)), num_tokens)
             if self.postponed is not None:
                 self.postponed.append((layer, recurrence))
                 return out, carry
@@ -160,14 +161,22 @@ class StatePlaces(NamedTuple):
 
 
 def create_states(
-    config: "LlamaConfig", num_entries: int, num_slots: int, block_size: int, dtype: DTypeLike
+    config: "LlamaConfig",
+    num_entries: int,
+    num_slots: int,
+    block_size: int,
+    dtype: DTypeLike,
+    platform: str,
 ) -> StateGroup | None:
     """Create the state pools of a cache; None if the model has no recurrent layers."""
     if not config.state_groups:
         return None
     other = query_dtype(dtype)
     arrays = [
-        [(len(group.layers), array.shape, array.dtype or other) for array in group.states]
+        [
+            (len(group.layers), padded_state_shape(array.shape, platform), array.dtype or other)
+            for array in group.states
+        ]
         for group in config.state_groups
     ]
     return StateGroup.create(

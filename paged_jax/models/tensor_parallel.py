@@ -72,14 +72,19 @@ _DIVIDED = {
 }
 # Parameters that are divided by KV heads. If there are fewer KV heads than devices, each head is
 # copied to several devices. Each copy has the head's key and value rows, and a share of its query
-# rows, see `_num_kept`.
+# rows, see `_pieces`.
 _OF_HEADS = ("qkv_proj", "qkv_bias", "q_norm", "k_norm")
+# The same for parameters that are divided by parts of recurrent layers, see `Mixer.widen`.
+_OF_MIXER = tuple(name for name in _DIVIDED if name.startswith("mixer_") and _DIVIDED[name] > 1)
 _OF_VOCABULARY = ("embed_tokens", "embed_tokens_per_layer", "lm_head")
 # Fields of a config with a number of KV heads. The second may be 0, which means that it is not
 # used.
 _KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
 
 Convert = Callable[[jax.Array], jax.Array]
+
+# Pieces of rows: their number (None: all other rows), and whether each copy keeps all of them.
+_Pieces = tuple[tuple[int | None, bool], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,9 +115,10 @@ class DeviceShard:
         """Return the sum of `x` over all devices."""
         return lax.psum(x, self.axis_name)
 
-    def all_reduce_mean(self, x: jax.Array) -> jax.Array:
-        """Return the mean of `x` over all devices."""
-        return lax.pmean(x, self.axis_name)
+    def all_reduce_mean(self, x: jax.Array, group_size: int | None = None) -> jax.Array:
+        """Return the mean over all devices, or over each group of `group_size` neighbours."""
+        groups = np.arange(self.num_devices).reshape(-1, group_size or self.num_devices).tolist()
+        return lax.pmean(x, self.axis_name, axis_index_groups=groups)
 
     def look_up(self, table: Weight, token_ids: jax.Array) -> jax.Array:
         """Look up embeddings in a table with rows divided over the devices.
@@ -136,7 +142,7 @@ def widen_config(config: LlamaConfig, num_devices: int) -> LlamaConfig:
     """Return a config with repeated KV heads, so that each device has at least one head.
 
     The additional heads are copies, so the model computes the same function. With latent attention,
-    each device keeps a copy of the latent vectors of all tokens.
+    each device keeps all latent vectors. Groups of heads of Mamba-2 are copied like KV heads.
 
     Example:
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=192,
@@ -144,12 +150,14 @@ def widen_config(config: LlamaConfig, num_devices: int) -> LlamaConfig:
       >>> [widen_config(config, n).num_key_value_heads for n in (1, 2, 4, 8)]
       [2, 2, 4, 8]
     """
-    heads = {name: getattr(config, name) for name in _KV_HEADS}
-    wide: dict[str, Any] = {
-        name: max(number, num_devices) for name, number in heads.items() if number
-    }
+    wide: dict[str, Any] = {}
+    if config.mixer is not None:
+        wide["mixer"] = config.mixer.widen(num_devices)
     if config.latent is not None:
-        wide = {"latent": config.latent._replace(num_copies=num_devices)}
+        wide["latent"] = config.latent._replace(num_copies=num_devices)
+    else:
+        heads = {name: getattr(config, name) for name in _KV_HEADS}
+        wide |= {name: max(number, num_devices) for name, number in heads.items() if number}
     return dataclasses.replace(config, **wide)
 
 
@@ -198,11 +206,8 @@ def shard_config(function: str, config: LlamaConfig, num_devices: int) -> LlamaC
 
 
 def _check_divides(function: str, config: LlamaConfig, num_devices: int) -> None:
-    if config.mixer is not None and config.mixer.num_parts % num_devices:
-        raise ValueError(
-            f"{function}: tensor_parallel_size must divide the {config.mixer.num_parts} key heads, "
-            f"groups or channels of the recurrent layers, got {num_devices}."
-        )
+    if config.mixer is not None:
+        config.mixer.check_divides(function, num_devices)
     mlp = ["num_experts", "shared_expert_intermediate_size"]
     if not all(config.has_experts):
         mlp.append("intermediate_size")
@@ -343,7 +348,7 @@ class TensorParallel:
         if name.endswith(ORDER):
             return x
         if (mesh := self._mesh_of_copies(name)) is not None:
-            wide = _widener(mesh, x.ndim - _DIVIDED[kind], self._num_kept(name))(x)
+            wide = _widener(mesh, x.ndim - _DIVIDED[kind], self._pieces(name))(x)
             return jax.device_put(wide, NamedSharding(self.mesh, self.program_spec(name, x.shape)))
         if kind in _OF_VOCABULARY and self._num_padding:
             return _padder(self.mesh, self._num_padding)(x)
@@ -355,7 +360,7 @@ class TensorParallel:
         if name.endswith(ORDER):
             return x
         if (mesh := self._mesh_of_copies(name)) is not None:
-            return _narrower(mesh, x.ndim - _DIVIDED[kind], self._num_kept(name))(x)
+            return _narrower(mesh, x.ndim - _DIVIDED[kind], self._pieces(name))(x)
         if kind in _OF_VOCABULARY and self._num_padding:
             shape = (self.config.vocab_size, *x.shape[1:])
             return _cutter(self.model_sharding(name, shape), self.config.vocab_size)(x)
@@ -373,29 +378,32 @@ class TensorParallel:
         Returns:
           The mesh; None if every device has a different part of the parameter.
         """
-        kind, layer = _kind(name), _layer(name)
-        if kind not in _OF_HEADS or not self._is_divided(kind):
+        kind, layer, configs = _kind(name), _layer(name), (self.config, self.wide_config)
+        if kind in _OF_MIXER:
+            narrow, wide = (config.mixer.num_parts for config in configs if config.mixer)
+        elif kind in _OF_HEADS and self._is_divided(kind):
+            narrow, wide = (config.layer_configs[layer].num_key_value_heads for config in configs)
+        else:
             return None
-        narrow, wide = (
-            config.layer_configs[layer].num_key_value_heads
-            for config in (self.config, self.wide_config)
-        )
         if narrow == wide:
             return None
         devices = np.asarray(self.mesh.devices).reshape(-1, wide // narrow)
         return Mesh(devices, ("heads", "copies"), axis_types=(AxisType.Auto,) * 2)
 
-    def _num_kept(self, name: str) -> int | None:
-        """Return the number of rows of a KV head that every copy of the head keeps.
+    def _pieces(self, name: str) -> _Pieces:
+        """Return the pieces, along the dimension after the heads, of a parameter with copies.
 
-        These are the last rows, for the key and the value. The other rows, for the queries, are
-        divided between the copies. None means that each copy keeps all rows. Rows are along the
-        dimension after the heads.
+        Copies of a KV head keep its key and its value, and divide its queries.
         """
         kind = _kind(name)
+        if kind in _OF_MIXER:
+            mixer = self.config.mixer
+            assert mixer is not None
+            pieces = mixer.pieces.get(kind, (("", None),))
+            return tuple((rows, piece in mixer.shared_pieces) for piece, rows in pieces)
         if kind in ("q_norm", "k_norm"):
-            return 0 if kind == "q_norm" else None
-        return self.config.layer_configs[_layer(name)].num_kv_rows
+            return ((None, kind == "k_norm"),)
+        return (None, False), (self.config.layer_configs[_layer(name)].num_kv_rows, True)
 
     @property
     def _num_padding(self) -> int:
@@ -427,22 +435,21 @@ def _divide(rank: int, axis: int, name: str) -> PartitionSpec:
 
 
 @functools.lru_cache
-def _widener(mesh: Mesh, axis: int, num_kept: int | None) -> Convert:
-    """Return a function that copies KV heads of a parameter to several devices.
+def _widener(mesh: Mesh, axis: int, pieces: _Pieces) -> Convert:
+    """Return a function that copies KV heads, or parts of recurrent layers, to several devices.
 
-    It converts ``[K, G + kept, ...]`` to ``[N, G / copies + kept, ...]``.
-
-    `kept` is `num_kept`, see `TensorParallel._num_kept`. Each device keeps the key and value rows
-    of its head, and its share of the query rows. No communication is necessary, because each device
-    already holds the whole head.
+    It converts ``[K, rows, ...]`` to ``[N, fewer rows, ...]``, see `TensorParallel._pieces`. No
+    communication is necessary, because each device already holds the whole head.
     """
 
     def widen(x: jax.Array) -> jax.Array:
-        queries, rest = _split(x, axis + 1, num_kept)
-        num_queries = queries.shape[axis + 1] // mesh.shape["copies"]
-        start = lax.axis_index("copies") * num_queries
-        queries = lax.dynamic_slice_in_dim(queries, start, num_queries, axis + 1)
-        return jnp.concatenate([queries, rest], axis + 1)
+        own = _split(x, axis + 1, pieces, 1)
+        for i, (_, is_kept) in enumerate(pieces):
+            if not is_kept:
+                num_rows = own[i].shape[axis + 1] // mesh.shape["copies"]
+                start = lax.axis_index("copies") * num_rows
+                own[i] = lax.dynamic_slice_in_dim(own[i], start, num_rows, axis + 1)
+        return jnp.concatenate(own, axis + 1)
 
     narrow_spec, wide_spec = _specs_of_heads(axis)
     return jax.jit(
@@ -451,15 +458,15 @@ def _widener(mesh: Mesh, axis: int, num_kept: int | None) -> Convert:
 
 
 @functools.lru_cache
-def _narrower(mesh: Mesh, axis: int, num_kept: int | None) -> Convert:
-    """Return the inverse of the function that `_widener` returns."""
+def _narrower(mesh: Mesh, axis: int, pieces: _Pieces) -> Convert:
+    """Return the conversion back to ``[K, rows, ...]``, the inverse of `_widener`."""
 
     def narrow(x: jax.Array) -> jax.Array:
-        if num_kept is None:
-            return x
-        queries, rest = _split(x, axis + 1, num_kept)
-        queries = lax.all_gather(queries, "copies", axis=axis + 1, tiled=True)
-        return jnp.concatenate([queries, rest], axis + 1)
+        whole = _split(x, axis + 1, pieces, mesh.shape["copies"])
+        for i, (_, is_kept) in enumerate(pieces):
+            if not is_kept:
+                whole[i] = lax.all_gather(whole[i], "copies", axis=axis + 1, tiled=True)
+        return jnp.concatenate(whole, axis + 1)
 
     narrow_spec, wide_spec = _specs_of_heads(axis)
     return jax.jit(
@@ -467,13 +474,12 @@ def _narrower(mesh: Mesh, axis: int, num_kept: int | None) -> Convert:
     )
 
 
-def _split(x: jax.Array, axis: int, num_kept: int | None) -> list[jax.Array]:
-    """Split the rows of a KV head into query rows and the last `num_kept` rows.
-
-    If `num_kept` is None, all rows are in the second part.
-    """
-    num_queries = 0 if num_kept is None else x.shape[axis] - num_kept
-    return jnp.split(x, [num_queries], axis)
+def _split(x: jax.Array, axis: int, pieces: _Pieces, num_copies: int) -> list[jax.Array]:
+    """Split rows into pieces. If the copies have divided the rows, `num_copies` is above 1."""
+    counts = [rows and (rows if is_kept else rows // num_copies) for rows, is_kept in pieces]
+    rest = x.shape[axis] - sum(filter(None, counts))
+    sizes = [rest if count is None else count for count in counts]
+    return jnp.split(x, np.cumsum(sizes)[:-1].tolist(), axis)
 
 
 def _specs_of_heads(axis: int) -> tuple[PartitionSpec, PartitionSpec]:

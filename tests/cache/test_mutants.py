@@ -13,6 +13,7 @@ import pytest
 from paged_jax.cache import paged_cache
 from paged_jax.cache.blocks import prefix, state_tables
 from paged_jax.models.layer_attention import Recurrence
+from paged_jax.models.layer_groups import StateShape
 from paged_jax.models.state_places import StatePlaces
 from tests.cache.test_marks import INTERVAL, S, Simulation
 from tests.cache.test_states import S as NUM_SLOTS
@@ -94,7 +95,7 @@ def verify_drafts() -> None:
     ids, none = jnp.arange(3, dtype=jnp.int32), jnp.full(3, 4, jnp.int32)
     places = StatePlaces(ids, ids, none, none, 4, ((0, 0),), 0, [])
     carry = ((jnp.full((1, 4, 1), 100.0),),)
-    recurrence = Recurrence((inputs,), advance, ())
+    recurrence = Recurrence((inputs,), advance, (StateShape("sum", (1,), None),))
     out, carry = places.advance(0, recurrence, carry, i32([3, 3, 3]))
     np.testing.assert_array_equal(out, inputs)
     [[pool]] = places.advance_postponed(carry, i32([1, 0, 3]))

@@ -215,12 +215,14 @@ from tests.support.tensor_parallel import SIZES, generate, make_model
 WIDTH = dict(conv_width=4)
 DELTA = GatedDeltaNet(num_key_heads=4, num_value_heads=8, key_dim=6, value_dim=10, **WIDTH)
 MAMBA = Mamba2(num_heads=8, num_groups=4, head_dim=6, state_dim=10, conv_bias=True, **WIDTH)
+ONE_GROUP = Mamba2(num_heads=8, num_groups=1, head_dim=6, state_dim=10, conv_bias=True, **WIDTH)
 FACTORS = Multipliers(attention_in=0.7, key=1.4, attention_out=0.6, mlp_gate=1.3, mlp_out=0.8)
 for kind, mixer, num_devices, preemption in (
     ("linear_attention", ShortConvolution(num_channels=24, **WIDTH), 2, "swap"),
     ("linear_attention", DELTA, 4, "swap"),
     ("linear_attention", KimiDelta(num_heads=4, head_dim=6, **WIDTH), 2, "recompute"),
     ("linear_attention", MAMBA, 4, "recompute"),
+    ("linear_attention", ONE_GROUP, 4, "swap"),
     ("hybrid", MAMBA, 2, "swap"),
 ):
     pad_one_row(kind != "hybrid")

@@ -15,6 +15,7 @@ import pytest
 from paged_jax.kernels import dispatch, recurrent
 from paged_jax.kernels.backend import StateRows
 from paged_jax.kernels.mosaic_tpu import MosaicTpu
+from paged_jax.kernels.pool_format import padded_state_shape
 from paged_jax.kernels.rows import set_states, take_states
 from tests.support import recurrences
 from tests.support.families import InterpretedTriton
@@ -52,6 +53,7 @@ def check(
     advance: Advance,
     backend: str,
     dtype: str = "float32",
+    is_padded: bool = False,
 ) -> None:
     """Compare a step with `advance`, a function of a row and its state in float64.
 
@@ -63,11 +65,17 @@ def check(
       advance: returns the output of a row and its new state.
       backend: name of the backend.
       dtype: dtype of the pool.
+      is_padded: whether the pool pads the states, as on TPUs.
     """
     [pool] = random(5, (L, P, *state_shape))
     pool[1 - LAYER] = np.nan
     pool[LAYER, [0, 1, 2, 4, 6]] = np.nan
     before = pool.astype(dtype)
+    if is_padded:
+        shape = padded_state_shape(state_shape, "tpu")
+        assert shape != state_shape
+        more = [(0, new - old) for old, new in zip(state_shape, shape, strict=True)]
+        before = np.pad(before, [(0, 0), (0, 0), *more])
 
     @jax.jit
     def run(pool, sources, entries, *arrays):
@@ -76,17 +84,19 @@ def check(
         return out[:, 0], rows.pool
 
     out, after = map(np.asarray, run(jnp.asarray(before), SOURCES, ENTRIES, *arrays))
+    inner = tuple(map(slice, state_shape))
     expected = before.astype(np.float64)
     tolerance = {"rtol": 0, "atol": 3e-6 if dtype == "float32" else 1e-2}
     for row, (source, entry) in enumerate(zip(SOURCES, ENTRIES, strict=True)):
         state = np.zeros(state_shape)
         if source < P:
-            state = before[LAYER, source].astype(np.float64)
+            state = before[LAYER, source][inner].astype(np.float64)
         out_of_row, new = advance(row, state)
         if NUM_TOKENS[row]:
             np.testing.assert_allclose(out[row], out_of_row, **tolerance)
         if entry < P:
-            expected[LAYER, entry] = new if NUM_TOKENS[row] else state
+            expected[LAYER, entry] = 0
+            expected[LAYER, entry][inner] = new if NUM_TOKENS[row] else state
     np.testing.assert_allclose(after.astype(np.float64), expected, **tolerance)
     # Entries that no row writes keep their bits.
     others = np.setdiff1d(np.arange(P), ENTRIES)
@@ -95,10 +105,13 @@ def check(
 
 
 # Sizes of Qwen3.5, of OLMo Hybrid, and sizes that fill no vector and no tile. The kernel for TPUs
-# leaves states with less than 128 lanes to XLA.
-@pytest.mark.parametrize("D, U", [(128, 128), (96, 192), (24, 43)])
+# leaves states with less than 128 lanes to XLA, unless they are padded.
+@pytest.mark.parametrize(
+    "D, U, is_padded",
+    [(128, 128, False), (96, 192, False), (24, 43, False), (96, 192, True), (27, 43, True)],
+)
 @pytest.mark.parametrize("by_element", [False, True], ids=["head", "element"])
-def test_delta_step_equals_the_recurrence(backend, D, U, by_element) -> None:
+def test_delta_step_equals_the_recurrence(backend, D, U, is_padded, by_element) -> None:
     q, k, v, log_decay, beta = random(
         0, (B, K, D), (B, K, D), (B, K, G, U), (B, K, G, D)[: 4 if by_element else 3], (B, K, G)
     )
@@ -120,12 +133,13 @@ def test_delta_step_equals_the_recurrence(backend, D, U, by_element) -> None:
         q, k, v, log_decay, beta = arrays
         return recurrent.delta_rule(q, k, v, log_decay, beta, rows, num_tokens)
 
-    check(step, [q, k, v, log_decay, beta], (K * G, D, U), advance, backend)
+    arrays = [q, k, v, log_decay, beta]
+    check(step, arrays, (K * G, D, U), advance, backend, is_padded=is_padded)
 
 
 # Sizes of Nemotron 3 Nano, and sizes that fill no vector and no tile.
-@pytest.mark.parametrize("U, D", [(64, 128), (7, 43)])
-def test_state_space_step_equals_the_recurrence(backend, U, D) -> None:
+@pytest.mark.parametrize("U, D, is_padded", [(64, 128, False), (7, 43, False), (7, 43, True)])
+def test_state_space_step_equals_the_recurrence(backend, U, D, is_padded) -> None:
     x, b, c, log_decay = random(1, (B, K, G, U), (B, K, D), (B, K, D), (B, K, G))
     b, c = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (b, c))
     log_decay = -np.abs(log_decay)
@@ -143,7 +157,8 @@ def test_state_space_step_equals_the_recurrence(backend, U, D) -> None:
         x, b, c, log_decay = arrays
         return recurrent.state_space(x, b, c, log_decay, rows, num_tokens)
 
-    check(step, [x, b, c, log_decay], (K * G, U, D), advance, backend)
+    arrays = [x, b, c, log_decay]
+    check(step, arrays, (K * G, U, D), advance, backend, is_padded=is_padded)
 
 
 @pytest.mark.parametrize("backend", ["xla", "cpu", "triton"], indirect=True)

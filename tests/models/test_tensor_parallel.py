@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from paged_jax.models.mixer_sizes import KimiDelta, Mamba2
 from paged_jax.models.tensor_parallel import shard_config, widen_config
 from tests.support.decode_step import LLAMA_3_8B
 from tests.support.processes import run_on_devices
@@ -15,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from paged_jax.models.layer_attention import Heads, causal_attention
+from paged_jax.models.layer_attention import Heads, Recurrence, causal_attention
 from paged_jax.models.loading.parameters import named_arrays
 from paged_jax.models.tensor_parallel import TensorParallel
 from tests.support.covering import all_pairs
@@ -26,9 +27,12 @@ TOKENS = jax.random.randint(jax.random.key(2), (12,), 0, CONFIG.vocab_size, jnp.
 
 def logits(model, tokens):
     def attend(index, heads, carry):
-        q, k, v = heads.split()
-        switches = heads.sm_scale, heads.soft_cap, heads.sinks
-        rows = Heads(q[None], k[None], v[None], *switches)
+        if isinstance(heads, Recurrence):
+            rows = heads._replace(inputs=tuple(x[None] for x in heads.inputs))
+        else:
+            q, k, v = heads.split()
+            switches = heads.sm_scale, heads.soft_cap, heads.sinks
+            rows = Heads(q[None], k[None], v[None], *switches)
         return causal_attention(model.config)(index, rows, ())[0][0], carry
 
     positions = jnp.arange(len(tokens), dtype=jnp.int32)
@@ -132,6 +136,34 @@ def test_heads_gates_and_routers_match_a_single_device() -> None:
     run_on_devices(_DIVIDED + _OTHER_SWITCHES)
 
 
+_RECURRENT = """
+from paged_jax.models.mixer_sizes import GatedDeltaNet, KimiDelta, Mamba2, ShortConvolution
+
+# If there are fewer groups of Mamba-2 than devices, a group has heads on several devices. If there
+# is a norm, it needs the mean over these devices.
+DELTA = dict(num_key_heads=4, num_value_heads=8, key_dim=6, value_dim=10)
+MAMBA = dict(num_heads=8, head_dim=6, state_dim=10, conv_bias=True)
+for num_devices, mixer, num_means in (
+    (4, ShortConvolution(conv_width=3, num_channels=24), 0),
+    (4, GatedDeltaNet(conv_width=4, **DELTA), 0),
+    (2, KimiDelta(conv_width=4, num_heads=4, head_dim=6), 0),
+    (4, Mamba2(conv_width=4, num_groups=4, **MAMBA), 0),
+    (2, Mamba2(conv_width=4, num_groups=1, **MAMBA), 1),
+    (4, Mamba2(conv_width=4, num_groups=2, norm="before gate", **MAMBA), 1),
+    (4, Mamba2(conv_width=4, num_groups=1, norm="none", **MAMBA), 0),
+):
+    model = make_model(layer_types=("linear_attention", "full_attention"), mixer=mixer)
+    same, num_sums = divided_logits(model, num_devices)
+    np.testing.assert_allclose(same, nnx.jit(logits)(model, TOKENS), atol=2e-5, err_msg=str(mixer))
+    assert num_sums == CONFIG.num_hidden_layers * 2 + 1 + num_means, (num_sums, mixer)
+"""
+
+
+@pytest.mark.slow
+def test_recurrent_layers_match_a_single_device() -> None:
+    run_on_devices(_DIVIDED + _RECURRENT)
+
+
 _SHARED_HEADS = """
 # Two devices share a KV head with four queries. Each computes two queries.
 # The vocabulary is odd, so it is padded.
@@ -182,6 +214,20 @@ def test_widen_config_adds_kv_heads_only_if_needed() -> None:
     assert widen_config(LLAMA_3_8B, 16).num_key_value_heads == 16
 
 
+KDA = KimiDelta(num_heads=8, head_dim=16, conv_width=4)
+MAMBA = Mamba2(num_heads=24, num_groups=2, head_dim=16, state_dim=16, conv_width=4)
+RECURRENT_LAYERS = {"layer_types": ("linear_attention",) * 32}
+
+
+def test_shard_config_divides_the_heads_of_a_group() -> None:
+    config = dataclasses.replace(LLAMA_3_8B, mixer=MAMBA, **RECURRENT_LAYERS)
+    for num_devices, num_groups, num_copies in ((2, 1, 1), (4, 1, 2), (8, 1, 4)):
+        mixer = shard_config("plan", config, num_devices).mixer
+        assert isinstance(mixer, Mamba2) and mixer.num_heads == 24 // num_devices
+        assert (mixer.num_groups, mixer.num_copies) == (num_groups, num_copies)
+        assert mixer.state_shape == (24 // num_devices, 16, 16)
+
+
 @pytest.mark.parametrize(
     "num_devices, changes, match",
     [
@@ -191,6 +237,13 @@ def test_widen_config_adds_kv_heads_only_if_needed() -> None:
             4,
             {"num_attention_heads": 24, "num_key_value_heads": 6},
             "multiple of the model's num_key_value_heads, 6, got 4",
+        ),
+        (16, {"mixer": KDA, **RECURRENT_LAYERS}, "must divide the 8 heads of recurrent layers"),
+        (
+            16,
+            {"mixer": MAMBA, **RECURRENT_LAYERS},
+            "must divide the 24 heads of recurrent layers, and divide their 2 groups or be a "
+            "multiple of them, got 16",
         ),
         (0, {}, "must be a positive integer, got 0"),
         (True, {}, "must be a positive integer, got True"),

@@ -147,6 +147,23 @@ _FALCON = {
     "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.7],
     "mlp_multipliers": [1.3, 0.6],
 }
+_NEMOTRON = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+    "head_dim": 16,
+    "ssm_state_size": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    # transformers clamps time steps of prompts to this value.
+    "time_step_min": 1e-9,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 56,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+}
 _DELTA_EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -369,26 +386,7 @@ CASES = {
             "moe_intermediate_size": 40,
         },
     ),
-    "nemotron_h": Case(
-        "nemotron_h",
-        {
-            "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
-            "head_dim": 16,
-            "ssm_state_size": 16,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 16,
-            "n_groups": 2,
-            # transformers clamps time steps of prompts to this value.
-            "time_step_min": 1e-9,
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 40,
-            "moe_shared_expert_intermediate_size": 56,
-            "n_group": 2,
-            "topk_group": 1,
-            "routed_scaling_factor": 1.5,
-        },
-    ),
+    "nemotron_h": Case("nemotron_h", _NEMOTRON),
 }
 
 
@@ -403,6 +401,16 @@ _LLAMA3_ROPE = {
 
 # Other options of a config.json of these families.
 VARIANTS = {
+    "nemotron_h with experts between two projections": Case(
+        "nemotron_h",
+        {
+            **_NEMOTRON,
+            "moe_latent_size": 24,
+            "layers_block_type": ["moe", "linear_attention", "full_attention"],
+            "mamba_hidden_act": "gelu",
+        },
+    ),
+    "qwen3_5 with another activation": Case("qwen3_5_text", {**_DELTA, "hidden_act": "gelu"}),
     "lfm2": Case(
         "lfm2",
         {
@@ -772,7 +780,9 @@ def _randomised(make: Callable[[Any], Any], config: Any) -> Any:
 def logits(model: Any, token_ids: np.ndarray) -> np.ndarray:
     """Return the logits of a transformers model, float32 ``[B, T, V]``, for tokens ``[B, T]``."""
     with torch().no_grad():
-        return model(torch().from_numpy(np.asarray(token_ids)).long()).logits.numpy()
+        tokens = torch().from_numpy(np.asarray(token_ids)).long()
+        # transformers has no cache for models without attention.
+        return model(tokens, use_cache=False).logits.numpy()
 
 
 def greedy_tokens(model: Any, prompt: list[int], count: int) -> list[int]:

@@ -84,6 +84,28 @@ DEEPSEEK_V2_LITE = LlamaConfig.from_dict(
     }
 )
 
+# Sizes of Kimi-Linear-48B-A3B: https://huggingface.co/moonshotai/Kimi-Linear-48B-A3B-Instruct
+KIMI_LINEAR_48B = LlamaConfig.from_dict(
+    {
+        "model_type": "kimi_linear",
+        "vocab_size": 163840,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "moe_intermediate_size": 1024,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 32,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "linear_attn_config": {
+            "num_heads": 32,
+            "head_dim": 128,
+            "short_conv_kernel_size": 4,
+            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        },
+        "torch_dtype": "bfloat16",
+    }
+)
+
 # Sizes of Qwen3.5-35B-A3B: https://huggingface.co/Qwen/Qwen3.5-35B-A3B
 QWEN_3_5_35B = LlamaConfig.from_dict(
     {
@@ -141,3 +163,114 @@ OLMO_HYBRID_7B = LlamaConfig.from_dict(
         "torch_dtype": "bfloat16",
     }
 )
+
+
+# Sizes of recurrent layers and heads of the published models, with one layer of each kind, few
+# experts and a small vocabulary. So a single chip holds the weights, and copies of pools are
+# larger than all other temporary memory.
+_SMALL = {"vocab_size": 32768, "torch_dtype": "bfloat16"}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+RECURRENT: dict[str, LlamaConfig] = {
+    "Qwen3.5 27B": LlamaConfig.from_dict(
+        {
+            **_SMALL,
+            "model_type": "qwen3_5_text",
+            "hidden_size": 5120,
+            "intermediate_size": 17408,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_attention_heads": 24,
+            "linear_num_value_heads": 48,
+        }
+    ),
+    "Qwen3-Next 80B": LlamaConfig.from_dict(
+        {
+            **_SMALL,
+            **_EXPERTS,
+            "model_type": "qwen3_next",
+            "hidden_size": 2048,
+            "intermediate_size": 5120,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_attention_heads": 16,
+            "shared_expert_intermediate_size": 512,
+        }
+    ),
+    "Kimi Linear 48B": LlamaConfig.from_dict(
+        {
+            **_SMALL,
+            **_EXPERTS,
+            "model_type": "kimi_linear",
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_attention_heads": 32,
+        }
+    ),
+    "OLMo Hybrid 7B": LlamaConfig.from_dict(
+        {
+            **_SMALL,
+            "model_type": "olmo_hybrid",
+            "hidden_size": 3840,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_attention_heads": 30,
+        }
+    ),
+    "Nemotron 3 Nano": LlamaConfig.from_dict(
+        {
+            **_SMALL,
+            **_EXPERTS,
+            "model_type": "nemotron_h",
+            "hidden_size": 2688,
+            "intermediate_size": 1856,
+            "hybrid_override_pattern": "MEM*",
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "n_routed_experts": 8,
+            "mamba_num_heads": 64,
+            "moe_shared_expert_intermediate_size": 3712,
+        }
+    ),
+    "Granite 4 H Small": LlamaConfig.from_dict(
+        {
+            **_SMALL,
+            "model_type": "granitemoehybrid",
+            "hidden_size": 4096,
+            "intermediate_size": 768,
+            "num_hidden_layers": 2,
+            "layer_types": ["mamba", "attention"],
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "mamba_d_state": 128,
+            "shared_intermediate_size": 1536,
+        }
+    ),
+    "Falcon-H1 7B": LlamaConfig.from_dict(
+        {
+            **_SMALL,
+            "model_type": "falcon_h1",
+            "hidden_size": 3072,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "mamba_d_ssm": 3072,
+            "mamba_n_heads": 24,
+        }
+    ),
+    "LFM2 1.2B": LlamaConfig.from_dict(
+        {
+            **_SMALL,
+            "model_type": "lfm2",
+            "hidden_size": 2048,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 2,
+            "layer_types": ["conv", "full_attention"],
+            "num_attention_heads": 32,
+        }
+    ),
+}

@@ -33,6 +33,7 @@ from paged_jax.kernels.backend import (
     RaggedArgs,
     RaggedOptions,
     StateStep,
+    state_shape,
 )
 from paged_jax.kernels.cpu import library
 from paged_jax.kernels.cpu.kernels import (
@@ -347,6 +348,8 @@ def _state_refusal(step: StateStep) -> str | None:
     dtype = step.rows.pool.dtype
     if dtype not in (_FLOATS if isinstance(step, ConvolutionStep) else (jnp.float32,)):
         return f"states must be float32, or any float dtype for convolutions, got {dtype}"
+    if step.rows.pool.shape[2:] != state_shape(step):
+        return "states must not be padded"
     if isinstance(step, DeltaStep) and step.k.shape[-1] > _MAX_KEY_DIM:
         return f"keys must have at most {_MAX_KEY_DIM} elements, got {step.k.shape[-1]}"
     return None

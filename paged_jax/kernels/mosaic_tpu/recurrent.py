@@ -40,11 +40,12 @@ from paged_jax.kernels.backend import (
     DeltaStep,
     Interpret,
     StateRows,
+    StateSpaceStep,
     StateStep,
 )
 from paged_jax.kernels.mosaic_tpu.kernel import MAX_SCALARS, div
 from paged_jax.kernels.opaque_call import only_on
-from paged_jax.kernels.pool_format import LANES
+from paged_jax.kernels.pool_format import LANES, SUBLANES
 
 # Maximum bytes of the states of a grid step. VMEM holds four such blocks: two that are read, and
 # two that are written. A TPU v6e copies a block in 0.7 microseconds (computed from 1.6 TB/s, not
@@ -54,8 +55,6 @@ _BLOCK_BYTES = 1 << 20
 _MAX_HEAD_BYTES = 2 << 20
 # Maximum number of heads of a grid step, because the loop over them is unrolled.
 _MAX_HEADS = 32
-# Sublanes of a register.
-_SUBLANES = 8
 
 
 def refusal(step: StateStep) -> str | None:
@@ -66,9 +65,9 @@ def refusal(step: StateStep) -> str | None:
     if pool.dtype != jnp.float32:
         return f"states must be float32, got {pool.dtype}"
     *_, sublanes, lanes = pool.shape
-    if sublanes % _SUBLANES or lanes < LANES:
+    if sublanes % SUBLANES or lanes < LANES:
         return (
-            f"the last dimensions of states must be a multiple of {_SUBLANES} and at least "
+            f"the last dimensions of states must be a multiple of {SUBLANES} and at least "
             f"{LANES}, got {sublanes} and {lanes}"
         )
     if (num_bytes := 4 * sublanes * lanes) > _MAX_HEAD_BYTES:
@@ -106,6 +105,7 @@ def _largest_divisor(number: int, most: int) -> int:
 def advance_rows(step: StateStep, interpret: Interpret = False) -> tuple[jax.Array, jax.Array]:
     """Run a step in one kernel; return the output of each row, float32, and the new pool."""
     assert not isinstance(step, ConvolutionStep)
+    U, step = (step.v if isinstance(step, DeltaStep) else step.x).shape[-1], _padded(step)
     if isinstance(step, DeltaStep):
         advance, name, keys, values = _advance_delta, "recurrent_delta", (step.q, step.k), step.v
         others = step.v, step.log_decay, step.beta[..., None]
@@ -115,14 +115,14 @@ def advance_rows(step: StateStep, interpret: Interpret = False) -> tuple[jax.Arr
         )  # fmt: skip
         others = step.x, step.log_decay[..., None]
     rows, pool = step.rows, step.rows.pool
-    B, K, G, U = values.shape
+    B, K, G, padded_U = values.shape
     P, H, *state_shape = pool.shape[1:]
     per_block = heads_per_block(K, G, 4 * state_shape[0] * state_shape[1])
     num_keys, num_blocks = max(per_block // G, 1), H // per_block
     arrays = [x.reshape(B, K // num_keys, num_keys, -1) for x in keys]
     arrays += [x.reshape(B, num_blocks, per_block, x.shape[-1]) for x in others]
     scalars = jnp.asarray(rows.layer, jnp.int32).reshape(1), *_order_rows(rows)
-    out_shape = jax.ShapeDtypeStruct((B, num_blocks, per_block, U), jnp.float32)
+    out_shape = jax.ShapeDtypeStruct((B, num_blocks, per_block, padded_U), jnp.float32)
     in_specs, out_specs = _block_specs(arrays, out_shape, per_block, state_shape)
     call = pl.pallas_call(
         functools.partial(_kernel, advance=advance, num_keys=num_keys, num_entries=P),
@@ -145,7 +145,26 @@ def advance_rows(step: StateStep, interpret: Interpret = False) -> tuple[jax.Arr
     )
     call = call if interpret else functools.partial(only_on, "tpu", call)
     out, pool = call(*scalars, *arrays, pool)
-    return out.reshape(B, K, G, U), pool
+    return out.reshape(B, K, G, padded_U)[..., :U], pool
+
+
+def _padded(step: DeltaStep | StateSpaceStep) -> DeltaStep | StateSpaceStep:
+    """Pad keys and values with zeros to the size of the states in the pool.
+
+    The padding of a state then stays zero.
+    """
+    rows, lanes = step.rows.pool.shape[-2:]
+
+    def padded(x: jax.Array, size: int) -> jax.Array:
+        return jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, size - x.shape[-1])])
+
+    if isinstance(step, StateSpaceStep):
+        b, c = padded(step.b, lanes), padded(step.c, lanes)
+        return step._replace(x=padded(step.x, rows), b=b, c=c)
+    q, k, v = padded(step.q, rows), padded(step.k, rows), padded(step.v, lanes)
+    is_by_element = step.log_decay.shape[-1] > 1
+    log_decay = padded(step.log_decay, rows) if is_by_element else step.log_decay
+    return step._replace(q=q, k=k, v=v, log_decay=log_decay)
 
 
 def _block_specs(

@@ -29,7 +29,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from paged_jax.kernels.backend import ConvolutionStep, DeltaStep, Interpret, StateStep
+from paged_jax.kernels.backend import (
+    ConvolutionStep,
+    DeltaStep,
+    Interpret,
+    StateStep,
+    state_shape,
+)
 from paged_jax.kernels.triton import pallas, tiles
 from paged_jax.kernels.triton.pallas import plgpu
 from paged_jax.kernels.triton.write import call_in_place
@@ -53,6 +59,8 @@ def refusal(step: StateStep, interpret: Interpret = False) -> str | None:
     dtype = step.rows.pool.dtype
     if dtype.name not in (tiles.FLOATING if isinstance(step, ConvolutionStep) else ("float32",)):
         return f"states must be float32, or any float dtype for convolutions, got {dtype}"
+    if step.rows.pool.shape[2:] != state_shape(step):
+        return "states must not be padded"
     if step.rows.num_rows > _MAX_ROWS:
         return f"a batch must have at most {_MAX_ROWS} rows, got {step.rows.num_rows}"
     if not isinstance(step, ConvolutionStep):

@@ -387,25 +387,26 @@ def _latent_mappings(config: LlamaConfig, latent: LatentSizes) -> dict[str, Mapp
 
 def _expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[str, Mappings]:
     """Return the mappings of the parameters of router and experts, by parameter name."""
-    E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
+    E, F, X = config.expert_inputs, config.moe_intermediate_size, config.num_experts
     names = {**_EXPERTS, **_family_tensors(config, experts)}
-    shared = config.shared_expert_intermediate_size
+    shared, hidden_size = config.shared_expert_intermediate_size, config.hidden_size
     for name in ("gate_proj", "up_proj", "down_proj"):
         if "gate_up_proj" not in names:
             names[name] = f"{names['shared_expert']}.{name}.weight"
     mappings: dict[str, Mappings] = {
-        "router": (map_tensor(names["router"], (X, E)),),
+        "router": (map_tensor(names["router"], (X, hidden_size)),),
         "router_correction_bias": (map_tensor(names["router_correction_bias"], (X,)),),
         "router_expert_factor": (map_tensor(names["router_expert_factor"], (X,)),),
-        "shared_expert_gate": (map_tensor("mlp.shared_expert_gate.weight", (1, E)),),
+        "shared_expert_gate": (map_tensor("mlp.shared_expert_gate.weight", (1, hidden_size)),),
         "gate_up_proj": _gate_up_mappings(config, names, shared),
-        "down_proj": (map_tensor(names["down_proj"], (E, shared)),),
+        "down_proj": (map_tensor(names["down_proj"], (hidden_size, shared)),),
     }
+    for name, shape in ("moe_in_proj", (E, hidden_size)), ("moe_out_proj", (hidden_size, E)):
+        mappings |= {name: (map_tensor(names[name], shape),)} if name in names else {}
     if "router_bias" in names:
         mappings["router_bias"] = (map_tensor(names["router_bias"], (X,)),)
     if "transposed_gate_up_proj" in names and experts != "separate":
-        # In the file, matrices are [in, out]. All columns of the gates come first, then all columns
-        # of the features.
+        # In the file, matrices are [in, out]. The columns of all gates come first.
         first, last = names["transposed_gate_up_proj"], names["transposed_down_proj"]
         return mappings | {
             "experts_gate_up_proj": _all_experts(first, (X, E, 2, F), (0, 2, 3, 1), merged=2),
@@ -477,7 +478,7 @@ def _each_expert(
 
 def _fused_expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[str, Mappings]:
     """Return the mappings of router and experts, if tensors contain all experts."""
-    E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
+    E, F, X = config.expert_inputs, config.moe_intermediate_size, config.num_experts
     names = {**_EXPERTS, **_family_tensors(config, experts)}
     router, bias, up = (
         names[name] for name in ("router", "router_correction_bias", "experts_up_proj")
@@ -491,7 +492,7 @@ def _fused_expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[s
     gate_up = names.get("fused_gate_up_proj", f"{module}{first}")
     down = names.get("fused_down_proj", f"{module}down_proj")
     return {
-        "router": (map_tensor(router, (X, E)),),
+        "router": (map_tensor(router, (X, config.hidden_size)),),
         "router_correction_bias": (map_tensor(bias, (X,)),),
         "experts_gate_up_proj": _all_experts(gate_up, (X, halves, F, E), (0, 1, 2, 3), merged=1),
         "experts_down_proj": _all_experts(down, (X, E, F), (0, 1, 2)),
