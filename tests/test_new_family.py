@@ -1,4 +1,4 @@
-"""Tests of examples/new_family.py: VaultGemma, against transformers."""
+"""Tests of examples/new_family.py: VaultGemma and Bamba, against transformers."""
 
 import importlib.util
 import math
@@ -12,6 +12,7 @@ from paged_jax import LLM, LlamaConfig, SamplingParams
 from paged_jax.models import families
 from paged_jax.models.family import UnsupportedConfigError
 from paged_jax.models.llama import Llama
+from paged_jax.models.mixer_sizes import Mamba2
 from tests.support import ROOT
 
 # A config.json without the keys that have the values of the defaults.
@@ -27,24 +28,38 @@ _VAULT_GEMMA_1B = {
     "torch_dtype": "bfloat16",
     "vocab_size": 256000,
 }
+# Sizes of Bamba 9B: https://huggingface.co/ibm-ai-platform/Bamba-9B-v2
+_BAMBA_9B = {
+    "architectures": ["BambaForCausalLM"],
+    "model_type": "bamba",
+    "attn_layer_indices": [9, 18, 27],
+    "attn_rotary_emb": 64,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "mamba_d_state": 128,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+}
 
 
 @pytest.fixture
 def example(monkeypatch):
-    """Load the example, and remove its family after the test."""
+    """Load the example, and remove its families after the test."""
     spec = importlib.util.spec_from_file_location("new_family", ROOT / "examples/new_family.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setitem(families.FAMILIES, "vaultgemma", module.VAULT_GEMMA)
-    monkeypatch.delitem(families.FAMILIES, "vaultgemma")
+    for name, family in (("vaultgemma", module.VAULT_GEMMA), ("bamba", module.BAMBA)):
+        monkeypatch.setitem(families.FAMILIES, name, family)
+        monkeypatch.delitem(families.FAMILIES, name)
     return module
 
 
 def test_added_family_is_read_and_written(example):
     with pytest.raises(UnsupportedConfigError, match="'VaultGemmaForCausalLM' is not supported"):
         LlamaConfig.from_dict(_VAULT_GEMMA_1B)
-    example.add_vault_gemma()
+    example.add_families()
     config = LlamaConfig.from_dict(_VAULT_GEMMA_1B)
     assert (config.norm_offset, config.hidden_act) == (1.0, "gelu_pytorch_tanh")
     assert config.embedding_multiplier == math.sqrt(1152)
@@ -53,25 +68,59 @@ def test_added_family_is_read_and_written(example):
     assert LlamaConfig.from_dict(config.to_dict()) == config
 
 
+def test_added_family_has_recurrent_layers(example):
+    example.add_families()
+    config = LlamaConfig.from_dict(_BAMBA_9B)
+    kinds = config.layer_types
+    assert [i for i, kind in enumerate(kinds) if kind == "full_attention"] == [9, 18, 27]
+    assert kinds.count("linear_attention") == 29
+    assert config.mixer == Mamba2(
+        num_heads=128, num_groups=1, head_dim=64, state_dim=128, conv_width=4, conv_bias=True
+    )
+    assert config.partial_rotary_factor == 0.5
+    assert LlamaConfig.from_dict(config.to_dict()) == config
+
+
+_SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+}
+# Class in transformers without its last word, and sizes in addition to `_SIZES`.
+_CASES = {
+    "vaultgemma": ("VaultGemma", {"num_hidden_layers": 2, "head_dim": 16, "sliding_window": 8}),
+    "bamba": (
+        "Bamba",
+        {
+            "num_hidden_layers": 3,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 8,
+            "mamba_d_state": 12,
+        },
+    ),
+}
+
+
 @pytest.mark.slow  # importing torch and transformers takes seconds
-def test_added_family_computes_the_same_as_transformers(example, tmp_path):
+@pytest.mark.parametrize("name", _CASES)
+def test_added_family_computes_the_same_as_transformers(example, tmp_path, name):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    example.add_vault_gemma()
-    sizes = dict(
-        vocab_size=48, hidden_size=32, intermediate_size=40, num_hidden_layers=2, head_dim=16,
-        num_attention_heads=4, num_key_value_heads=1, max_position_embeddings=64, sliding_window=8,
-    )  # fmt: skip
+    example.add_families()
+    prefix, sizes = _CASES[name]
     torch.manual_seed(0)
-    theirs = transformers.VaultGemmaForCausalLM(
-        transformers.VaultGemmaConfig(**sizes, attn_implementation="eager")
+    theirs = getattr(transformers, f"{prefix}ForCausalLM")(
+        getattr(transformers, f"{prefix}Config")(**_SIZES | sizes, attn_implementation="eager")
     ).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.normal_(std=0.3)
     theirs.save_pretrained(tmp_path / "theirs")
     model = Llama.from_pretrained(tmp_path / "theirs")
-    token_ids = np.random.default_rng(0).integers(2, 48, (2, 24), np.int32)
+    token_ids = np.random.default_rng(0).integers(2, 48, (2, 90), np.int32)
     with torch.no_grad():
         expected = theirs(torch.from_numpy(token_ids).long()).logits.numpy()
     assert np.std(expected) > 0.1
@@ -86,14 +135,16 @@ def test_added_family_computes_the_same_as_transformers(example, tmp_path):
         saved = again.eval()(torch.from_numpy(token_ids).long()).logits.numpy()
     np.testing.assert_array_equal(saved, expected)
 
-    llm = LLM(model=model, block_size=4, num_blocks=32, max_num_seqs=2)
-    prompt = [2, 9, 27, 31]
-    (output,) = llm.generate(
-        [{"prompt_token_ids": prompt}],
-        SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
-    )
-    with torch.no_grad():
-        greedy = theirs.generate(
-            torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False
+    # The second prompt finds a part of the first in the prefix cache.
+    llm = LLM(model=model, block_size=4, num_blocks=64, max_num_seqs=2, max_chunk=32)
+    for prompt in (token_ids[0, :80].tolist(), token_ids[0, :85].tolist()):
+        (output,) = llm.generate(
+            [{"prompt_token_ids": prompt}],
+            SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
         )
-    assert list(output.outputs[0].token_ids) == greedy[0, len(prompt) :].tolist()
+        with torch.no_grad():
+            greedy = theirs.generate(
+                torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False
+            )
+        assert list(output.outputs[0].token_ids) == greedy[0, len(prompt) :].tolist()
+    assert output.num_cached_tokens >= 64
