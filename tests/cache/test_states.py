@@ -1,7 +1,8 @@
-"""States of recurrent layers in a cache: random histories, compared with a plain model.
+"""A cache with all four kinds of groups: random histories, compared with a plain model.
 
-The state of a layer is a number that depends on every token and on their order. It is wrong if a
-token is applied twice or skipped, or if the state comes from another sequence.
+The K of each token is its number. The state of a layer is a number that depends on every token and
+on their order. It is wrong if a token is applied twice or skipped, or if the state comes from
+another sequence.
 """
 
 import copy
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from paged_jax.cache import PagedCache, contents, paged_cache
+from paged_jax.cache import PagedCache, paged_cache
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.cache.groups import StateGroup
 from paged_jax.cache.sequence_blocks import max_blocks_in_window
@@ -35,30 +36,36 @@ from tests.support.cache_histories import (
     CacheOperations,
     M,
     S,
+    check_tokens,
     make_groups,
     slots_of,
+    swap,
+    write_tokens,
 )
 
 L = 2
-WINDOWS = [None, 9]
-NUM_BLOCKS = [18, min(18, S * max_blocks_in_window(9, MAX_TOKENS, C))]
+# All kinds of groups: full, latent, with a window, and recurrent.
+WINDOWS = [None, None, 9]
+LATENT = 1
+NUM_BLOCKS = [18, 18, min(18, S * max_blocks_in_window(9, MAX_TOKENS, C))]
 # One entry more than slots: snapshots often have to go.
 NUM_ENTRIES = S + 1
 
 
 def make_cache() -> PagedCache:
     """Return a cache with NaN as states: a state that was not written must not be read."""
-    groups = make_groups(WINDOWS, NUM_BLOCKS)
+    groups = make_groups(WINDOWS, NUM_BLOCKS, LATENT)
+    assert groups[LATENT].pools.v is None
     arrays = [[(L, (1,), jnp.float32), (L, (2,), jnp.bfloat16)]]
     group = StateGroup.create(
         arrays,
-        layers=(None, None, (0, 0), (0, 1)),
+        layers=(None, None, None, (0, 0), (0, 1)),
         num_entries=NUM_ENTRIES,
         num_slots=S,
         block_size=C,
     )
     poison = jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), group.pools)
-    return PagedCache(groups, ((0, 0), (1, 0), None, None), replace(group, pools=poison))
+    return PagedCache(groups, ((0, 0), (1, 0), (2, 0), None, None), replace(group, pools=poison))
 
 
 def advance(value, token):
@@ -75,7 +82,8 @@ def expected_state(tokens: list[int], layer: int) -> tuple[float, list[float]]:
 
 
 def write(cache: PagedCache, starts: jax.Array, tokens_SN: jax.Array) -> PagedCache:
-    """Advance the states of all slots over tokens; -1 is no token."""
+    """Write the K of tokens, and advance the states of all slots over them; -1 is no token."""
+    cache = write_tokens(cache, starts, tokens_SN)
     assert cache.states is not None
     tables, pools = cache.states.tables, cache.states.pools[0]
     is_written = tokens_SN[:, 0] >= 0
@@ -91,20 +99,6 @@ def write(cache: PagedCache, starts: jax.Array, tokens_SN: jax.Array) -> PagedCa
             last = jnp.where(token < 0, last, new)
         pools = tuple(map(set_states, rows, (value, last)))
     return replace(cache, states=replace(cache.states, pools=(pools,)))
-
-
-def swap(cache: PagedCache, source: jax.Array, target: jax.Array):
-    """Read the state of a slot, release it, and restore it in another slot or the same."""
-    assert cache.states is not None
-    num_tokens = cache.lengths[source]
-    saved = contents.read_state(cache.states, source)
-    slots = jnp.arange(S, dtype=jnp.int32)
-    cache = paged_cache.release(cache, slots == source)
-    counts = jnp.where(slots == target, num_tokens, 0)
-    cache, ok = paged_cache.restore(cache, counts, max_tokens=M * C)
-    target = jnp.where(ok & (num_tokens > 0), target, S)
-    assert cache.states is not None
-    return replace(cache, states=contents.write_state(cache.states, target, saved)), ok
 
 
 class Operations(CacheOperations):
@@ -318,6 +312,7 @@ class StatesMachine(CacheMachine):
             check_invariants(group.tables)
         tables, [[values, last]] = cache.states.tables, cache.states.pools
         check_states(tables, cache.lengths)
+        check_tokens(cache, self.blocks)
         pool, model = tables.pool, self.model
         assert cache.lengths.tolist() == [len(tokens) for tokens in self.blocks.tokens]
         held = [NUM_ENTRIES if entry is None else entry for entry in model.entries]

@@ -1,6 +1,7 @@
 """Random histories of a cache with several groups, compared with a plain model of its blocks."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,9 @@ import jax.numpy as jnp
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from paged_jax.cache import CacheGroup, PagedCache, paged_cache
+from paged_jax.cache import CacheGroup, PagedCache, contents, paged_cache
+from paged_jax.cache.groups import locate
+from paged_jax.kernels import Pools
 from tests.support.block_model import Content
 from tests.support.block_tables import contents_of, i32
 from tests.support.window_model import GroupsModel
@@ -32,14 +35,64 @@ JIT = partial(jax.jit, donate_argnums=0)
 slots_of = partial(st.lists, min_size=S, max_size=S)
 
 
-def make_groups(windows: list[int | None], num_blocks: list[int]) -> tuple[CacheGroup, ...]:
+def make_groups(
+    windows: list[int | None], num_blocks: list[int], latent: int | None = None
+) -> tuple[CacheGroup, ...]:
+    """Return empty groups. The group of index `latent` has latent vectors and no values."""
     return tuple(
         CacheGroup.create(
-            num_layers=1, num_blocks=count, num_kv_heads=1, block_size=C, head_dim=1, num_slots=S,
-            max_blocks_per_slot=M, window=window,
+            num_layers=1, num_blocks=count, num_kv_heads=1, block_size=C,
+            head_dim=3 if group == latent else 1, value_dim=0 if group == latent else None,
+            num_slots=S, max_blocks_per_slot=M, window=window,
         )
-        for count, window in zip(num_blocks, windows, strict=True)
+        for group, (count, window) in enumerate(zip(num_blocks, windows, strict=True))
     )  # fmt: skip
+
+
+def write_tokens(cache: PagedCache, starts: jax.Array, tokens_SN: jax.Array) -> PagedCache:
+    """Write the K of tokens to the slots, from the given positions; -1 is no token.
+
+    The first element of K is the number of the token.
+    """
+    slots = jnp.repeat(jnp.arange(S, dtype=jnp.int32), tokens_SN.shape[1])
+    steps = jnp.arange(tokens_SN.shape[1], dtype=jnp.int32)
+    positions = (starts[:, None] + steps[None]).reshape(-1)
+    slots = jnp.where(tokens_SN.reshape(-1) < 0, -1, slots)
+
+    def put(group: CacheGroup) -> CacheGroup:
+        blocks, offsets = locate(group.tables, slots, positions)
+        values = tokens_SN.reshape(-1).astype(jnp.float32)
+        k = group.pools.k.at[0, blocks, 0, offsets, 0].set(values, mode="drop")
+        return group.replace_pools(Pools(k, group.pools.v))
+
+    return replace(cache, groups=tuple(map(put, cache.groups)))
+
+
+def check_tokens(cache: PagedCache, blocks: GroupsModel) -> None:
+    """Check the tokens of each slot in all groups, as far as the groups keep them."""
+    for group, model in zip(cache.groups, blocks.models, strict=True):
+        for row, tokens in zip(model.blocks, model.tokens, strict=True):
+            held = [block for block in row if block is not None]
+            kept = group.pools.k[0, held, 0, :, 0].reshape(-1)
+            first = row.count(None)
+            assert kept.tolist()[: len(tokens) - first * C] == tokens[first * C :]
+
+
+def swap(cache: PagedCache, source: jax.Array, target: jax.Array):
+    """Read everything of a slot, release it, and restore it in another slot or the same."""
+    num_tokens, groups = cache.lengths[source], range(len(cache.groups))
+    saved = [contents.read_blocks(cache, source, 0, width=M, group=group) for group in groups]
+    state = None if cache.states is None else contents.read_state(cache.states, source)
+    slots = jnp.arange(S, dtype=jnp.int32)
+    cache = paged_cache.release(cache, slots == source)
+    counts = jnp.where(slots == target, num_tokens, 0)
+    cache, ok = paged_cache.restore(cache, counts, max_tokens=M * C)
+    target = jnp.where(ok & (num_tokens > 0), target, S)
+    for group, values in enumerate(saved):
+        cache = contents.write_blocks(cache, target, 0, values, group=group)
+    if cache.states is not None and state is not None:
+        cache = replace(cache, states=contents.write_state(cache.states, target, state))
+    return cache, ok
 
 
 def append(write: Write, cache: PagedCache, counts: jax.Array, tokens_SN: jax.Array):
