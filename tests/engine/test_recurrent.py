@@ -14,12 +14,22 @@ import pytest
 
 from paged_jax import LLM, BeamSearchParams, Engine, RequestOutput, SamplingParams, rollout
 from paged_jax.cache.blocks import check_invariants, state_tables
+from paged_jax.cache_map import snapshot
 from paged_jax.engine.drafts import Drafter
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import decode_steps, verify_steps
 from paged_jax.scheduler.request import Sequence
+from paged_jax.server.metrics import Metrics
+from paged_jax.server.snapshot import EngineSnapshot
 from tests.support.block_tables import check_states
-from tests.support.recurrent_model import V, greedy_tokens, make_model, token_logprobs
+from tests.support.recurrent_model import (
+    RecurrentModel,
+    V,
+    greedy_tokens,
+    make_config,
+    make_model,
+    token_logprobs,
+)
 from tests.support.workload import Job, play
 
 SIZES: dict[str, Any] = {
@@ -174,6 +184,28 @@ def test_prompts_with_a_common_prefix_compute_little_of_it_again() -> None:
         assert 50 - INTERVAL - SIZES["block_size"] <= output.num_cached_tokens <= 50
 
 
+def test_a_prefix_of_500_tokens_is_found_but_for_64_tokens_and_a_block(monkeypatch) -> None:
+    """The usual sizes: blocks of 16 tokens, and states at multiples of 64 tokens."""
+    monkeypatch.setattr(state_tables, "STATE_INTERVAL", 64)
+    model = RecurrentModel(make_config(max_position_embeddings=1024))
+    shared, options = random_tokens(0, 500), {"block_size": 16, "max_model_len": 640}
+    prompts = [shared, *with_tails(shared, 2)]
+    outputs = []
+    for is_cached in (True, False):
+        engine = Engine(model, **SIZES | options | {"enable_prefix_caching": is_cached})
+        jobs = [
+            Job(f"{n}", {"prompt_token_ids": p}, greedy(16), at=40 * n)
+            for n, p in enumerate(prompts)
+        ]
+        found = play(engine, jobs, on_step=lambda _, engine=engine: check_entries(engine))
+        outputs.append([found[job.name] for job in jobs])
+    cached, uncached = outputs
+    for with_cache, without in zip(cached, uncached, strict=True):
+        assert with_cache.outputs[0].token_ids == without.outputs[0].token_ids
+    assert not any(output.num_cached_tokens for output in (*uncached, cached[0]))
+    assert all(500 - 64 - 16 <= output.num_cached_tokens <= 500 for output in cached[1:])
+
+
 def test_a_branch_point_is_kept_for_the_third_prompt() -> None:
     engine = make_engine()
     outputs = [ask(engine, [prompt], 4)[0] for prompt in with_tails(random_tokens(0, 50), 3)]
@@ -199,6 +231,67 @@ def test_reset_prefix_cache_forgets_all_snapshots() -> None:
     assert [ask(engine, [prompt], 1)[0].num_cached_tokens for _ in range(2)] == [0, 32]
     engine.reset_prefix_cache()
     assert ask(engine, [prompt], 1)[0].num_cached_tokens == 0
+
+
+def test_ngram_drafts_change_no_token() -> None:
+    """The tokens repeat earlier tokens, so the drafter finds drafts, of which some are right."""
+    prompt = random_tokens(0, 7) * 4
+    params = greedy(60, logit_bias=dict.fromkeys(range(4), 8.0))
+    outputs = []
+    for options in ({}, {"num_speculative_tokens": 4}):
+        engine = make_engine(**options)
+        jobs = [Job(f"{n}", {"prompt_token_ids": prompt[n:]}, params, at=n) for n in range(3)]
+        found = play(engine, jobs, on_step=lambda _, engine=engine: check_entries(engine))
+        outputs.append([found[job.name].outputs[0].token_ids for job in jobs])
+    assert outputs[0] == outputs[1]
+    assert 10 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
+
+
+def test_update_params_forgets_all_snapshots() -> None:
+    """An unfinished request continues from its tokens with the new weights."""
+    engine, prompt = make_engine(), random_tokens(0, 40)
+    assert [ask(engine, [prompt], 1)[0].num_cached_tokens for _ in range(2)] == [0, 32]
+    engine.add_request({"prompt_token_ids": prompt}, greedy(20), request_id="one")
+    outputs = {output.request_id: output for _ in range(3) for output in engine.step()}
+    before = list(outputs["one"].outputs[0].token_ids)
+    assert 0 < len(before) < 20
+    other = RecurrentModel(make_config(), seed=1)
+    engine.update_params(other)
+    while engine.has_unfinished:
+        outputs |= {output.request_id: output for output in engine.step()}
+    rest = greedy_tokens(other, prompt + before, 20 - len(before))
+    assert list(outputs["one"].outputs[0].token_ids) == before + rest
+    engine.update_params(make_model())
+    assert ask(engine, [prompt], 8)[0].num_cached_tokens == 0
+
+
+def test_cache_groups_map_and_metrics_show_the_states() -> None:
+    engine = make_engine()
+    most = 0
+
+    def look(_: int) -> None:
+        nonlocal most
+        attention, states = engine.cache_groups
+        assert not attention.is_recurrent and attention.num_layers == 1
+        assert states.is_recurrent and states.num_layers == 2
+        assert states.num_blocks == SIZES["max_num_seqs"] + SIZES["num_snapshots"]
+        cache = jax.device_get(engine.cache.states)
+        assert cache is not None
+        if not engine.core.is_ahead:  # otherwise they are the numbers of the last step
+            assert states.num_used == states.num_blocks - int(cache.tables.pool.num_free)
+        assert [group.is_recurrent for group in snapshot(engine).groups] == [False, True]
+        most = max(most, states.num_used)
+
+    prompts = [random_tokens(seed, 30) for seed in range(3)]
+    play(
+        engine,
+        [Job(f"{n}", {"prompt_token_ids": p}, greedy(9)) for n, p in enumerate(prompts)],
+        on_step=look,
+    )
+    assert most >= 3, "each sequence has a state"
+    metrics = Metrics("model", {"block_size": engine.block_size}, EngineSnapshot.of(engine))
+    lines = [line for line in metrics.text().decode().splitlines() if "usage_of_group{" in line]
+    assert [line.split('window="')[1].split('"')[0] for line in lines] == ["all", "states"]
 
 
 def test_sleep_and_wake_up_keep_the_tokens() -> None:
@@ -294,4 +387,7 @@ def test_the_next_turn_continues_from_a_state_in_the_answer(decoding, monkeypatc
         assert output.num_cached_tokens == cached
         prompt = prompt + list(output.outputs[0].token_ids) + random_tokens(31, 5)
     assert (engine.stats.num_accepted_tokens > 10) == (decoding in NUM_RIGHT)
+    if decoding == "drafts":
+        # Drafts after the next multiple of the interval, or after the last token, do not count.
+        assert engine.stats.num_draft_tokens == engine.stats.num_accepted_tokens
     check_entries(engine)

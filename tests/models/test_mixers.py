@@ -103,6 +103,31 @@ def test_gradients_predict_the_change_of_the_loss(name) -> None:
     np.testing.assert_allclose((moved(step) - moved(-step)) / (2 * step), norm, rtol=2e-2)
 
 
+@functools.partial(nnx.jit)
+def scored_loss(model: Llama, tokens: jax.Array) -> jax.Array:
+    """Return `loss` of logits that a cache computes in two chunks, of which one is a token."""
+    B, T = tokens.shape
+    cache = model.create_cache(num_slots=B, max_length=T, block_size=4)
+    slots, logits = jnp.arange(B, dtype=jnp.int32), []
+    for chunk in (tokens[:, :-1], tokens[:, -1:]):
+        counts = jnp.full(B, chunk.shape[1], jnp.int32)
+        scores, cache, _ = model.score(cache, chunk, slots, counts)
+        logits.append(scores)
+    log_probs = jax.nn.log_softmax(jnp.concatenate(logits, axis=1)[:, :-1])
+    return -jnp.mean(jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1))
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_gradients_of_scoring_equal_those_of_the_plain_forward(name) -> None:
+    model, tokens = make_model(name), jnp.asarray(TOKENS)
+    (value, scored), (expected, plain) = (
+        nnx.value_and_grad(function)(model, tokens) for function in (scored_loss, loss)
+    )
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(scored), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", MIXERS)
 def test_states_have_the_shapes_and_dtypes_of_the_config(name) -> None:
     config = make_model(name).config
