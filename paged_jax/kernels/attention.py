@@ -234,7 +234,7 @@ def paged_prefill_attention(
       >>> out.shape
       (1, 3, 4, 16)
     """
-    # Without `query_lens`, `attend` would run a decode, so None is rejected here.
+    # Reject None as `query_lens`, because `attend` would then run a decode instead of a prefill.
     lens = as_arrays("paged_prefill_attention", query_lens=query_lens)["query_lens"]
     pools = Pools(k_pool, v_pool, k_scale, v_scale)
     layer = default_layer("paged_prefill_attention", k_pool, layer)
@@ -281,7 +281,8 @@ def attend(
     if args.q.size == 0 or sizes["M"] == 0:
         return _attend_to_nothing(args, options.output_dim(sizes["D"]))
     args = args._replace(layer=jnp.clip(args.layer, 0, sizes["L"] - 1))
-    if backend == "reference":  # JAX differentiates its plain code, to any order
+    # The reference backend is plain JAX code, which JAX differentiates to any order.
+    if backend == "reference":
         return call.run(args)
     return attend_differentiably(call, args)
 
@@ -420,13 +421,14 @@ def chunked_prefill_attention(
             q, k_pool, v_pool, block_tables, context_lens, query_lens, **options
         )
     B, T, H, D = q.shape
-    # Maximum number of chunks that T consecutive tokens overlap (S).
+    # S is the maximum number of chunks into which T consecutive tokens can fall.
     S = (T + chunk - 2) // chunk + 1
     steps = jnp.arange(T, dtype=jnp.int32)[None]
     first = context_lens - query_lens
     numbers = (first // chunk)[:, None] + jnp.arange(S, dtype=jnp.int32)[None]
     ends = jnp.minimum(context_lens[:, None], (numbers + 1) * chunk)
-    # For each chunk: the index of its first query in the row, and the number of its queries.
+    # Compute, for each chunk, the index of its first query in the row and the number of its
+    # queries.
     starts = jnp.maximum(numbers * chunk - first[:, None], 0)
     counts = jnp.maximum(ends - first[:, None] - starts, 0)
 
@@ -466,6 +468,7 @@ def _is_single_chunk(k_pool: jax.Array, block_tables: jax.Array, chunk: int) -> 
 def _tables_of_chunks(block_tables: jax.Array, numbers: jax.Array, width: int) -> jax.Array:
     """Return the columns of the block tables for chunk ``numbers[b]`` of each sequence."""
     columns = numbers[:, None] * width + jnp.arange(width, dtype=jnp.int32)[None]
-    # The last chunk may be shorter. No column after the end of a sequence is read.
+    # The last chunk may have fewer columns than the others, so clip the columns. No column after
+    # the end of a sequence is read.
     columns = jnp.minimum(columns, block_tables.shape[1] - 1)
     return jnp.take_along_axis(block_tables, columns, axis=1)

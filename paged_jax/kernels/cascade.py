@@ -27,9 +27,9 @@ from paged_jax.kernels.checks import (
 )
 from paged_jax.kernels.pool_format import wider_dtype
 
-# Minimum number of token reads that sharing must save. If it saves fewer, it costs more time than
-# it saves, because a second pass reads the shared blocks. The pass takes about 0.06 ms (measured on
-# 2 CPU cores).
+# Minimum number of token reads that sharing must save. If it saved fewer, it would cost more time
+# than it saves, because the shared blocks are read in a second pass, which takes about 0.06 ms
+# (measured on 2 CPU cores).
 _MIN_SAVED_TOKENS = 512
 
 

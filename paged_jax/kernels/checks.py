@@ -19,7 +19,7 @@ from paged_jax.dims import check_sizes
 from paged_jax.kernels.backend import Options, Pools
 from paged_jax.kernels.pool_format import check_pool_dtype, is_quantised, round_up_to_lanes
 
-# This limit is far above the sizes of real models. It rejects mistyped numbers.
+# This limit is far above the value sizes of real models. It catches mistyped numbers.
 _MAX_VALUE_DIM = 1 << 16
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-# Module and class of each backend. If a platform has several backends, the first is preferred,
+# Module and class of each backend. If a platform has several backends, the first of them is used,
 # unless measurements show that another backend is faster for a call, see `_in_order`.
 _CLASSES = {
     "cpu": ("paged_jax.kernels.cpu", "Cpu"),
@@ -42,8 +42,8 @@ _CLASSES = {
 }
 
 
-# Backends that users choose by options of the engine, not by `backend`. They can be looked up in
-# `BACKENDS`, but are not listed.
+# Users choose these backends by options of the engine, not by `backend`. They can be looked up in
+# `BACKENDS`, which does not list them.
 _UNLISTED = {"cpu_int8": ("paged_jax.kernels.cpu", "CpuInt8")}
 
 # Backends that users have added by `add_backend`.
@@ -319,7 +319,7 @@ def check_backend_runs_on(function: str, name: str | None, platform: str) -> Non
         raise ValueError(f"{function}: backend must be None or one of {names}, got {name!r}.")
     backend = BACKENDS[name]
     own = backend.platform
-    if own == "cuda":  # JAX lowers for "cuda", but the platform of the device is "gpu"
+    if own == "cuda":  # the platform is "cuda" in JAX's lowering, but "gpu" in `Device.platform`
         own = "gpu"
     if own not in (None, platform):
         can_interpret = _can_interpret(backend)
@@ -369,7 +369,7 @@ class Dispatch:
             raise NotImplementedError(
                 f"{self.function}: {self.backend} does not support the call: {why_not}"
             )
-        # A program with traced arrays may be compiled for another device.
+        # Skip the check for traced arrays, because the program may be compiled for another device.
         if array is not None and not isinstance(array, Tracer) and not self.interpret:
             [platform] = {device.platform for device in array.devices()}
             check_backend_runs_on(self.function, self.backend, platform)
@@ -395,7 +395,8 @@ class Dispatch:
         branches: dict[str, Callable[[Any], Any]] = {}
         platforms = (backend.platform for backend in BACKENDS.values())
         for platform in dict.fromkeys(each for each in platforms if each is not None):
-            # Whether this machine has compiled kernels is only checked when it lowers a program.
+            # Choose by the properties of the call only. When this machine lowers the program, it
+            # checks whether it has compiled kernels.
             choice = _choose(self.problem, platform, lambda each, problem: each.refusal(problem))
             if choice.backend == "xla":
                 _logger.info("%s on %s: xla, because %s.", self.function, platform, choice.reason)

@@ -43,8 +43,8 @@ class GpuInfo(NamedTuple):
     compute_capability: tuple[int, int] = (9, 0)
 
 
-# The GPU to assume if none is known, as in ahead-of-time compilation: an H100 or H200 (SXM) with
-# 132 SMs.
+# The GPU that is assumed if none is known, for example in ahead-of-time compilation. It is an H100
+# or H200 (SXM), which has 132 SMs.
 DEFAULT = GpuInfo("", 132)
 
 _assumed: contextvars.ContextVar[GpuInfo | None] = contextvars.ContextVar("_assumed", default=None)
@@ -94,8 +94,8 @@ def device() -> GpuInfo:
     return GpuInfo(kind, abstract.num_cores or DEFAULT.num_cores, capability)
 
 
-# Patterns of words in the names of GPUs, each with the compute capability of these GPUs. The first
-# pattern that matches counts. Source: NVIDIA's list "CUDA GPU Compute Capability".
+# Pairs of a pattern of words in GPU names and the compute capability of these GPUs. The first
+# matching pattern is used. The values are from NVIDIA's list "CUDA GPU Compute Capability".
 _CAPABILITY_OF_NAMES: Sequence[tuple[str, tuple[int, int]]] = (
     (r"K80", (3, 7)),
     (r"K\d{2}[a-z]?|Quadro K\d+M?", (3, 5)),
@@ -139,8 +139,9 @@ def is_assumed() -> bool:
 
 @functools.cache
 def _first_gpu() -> GpuInfo:
-    # `jax.local_devices` starts all backends of JAX. A kernel must not do that on a host with TPUs,
-    # or before `jax.distributed.initialize`, so it is called only if there may be a GPU.
+    # `jax.local_devices` starts all backends of JAX. On a host with TPUs, or before
+    # `jax.distributed.initialize`, a kernel must not start them. So call it only if there may be a
+    # GPU.
     platforms = jax.config.jax_platforms or "cuda"  # pyright: ignore[reportAttributeAccessIssue]
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     is_wanted = not {"cuda", "gpu"}.isdisjoint(platforms.split(","))

@@ -36,8 +36,8 @@ from paged_jax.kernels.dispatch import Dispatch
 from paged_jax.kernels.opaque_call import typed_jit, without_index_checks
 from paged_jax.kernels.pool_format import wider_dtype
 
-# Maximum number of query tokens in a loop step. They are a part of one long chunk, or several short
-# chunks.
+# Maximum number of query tokens in a loop step. The tokens are a part of one long chunk, or they
+# are several short chunks.
 QUERIES = 128
 # Maximum number of keys of a sequence in a loop step.
 TILE = 128
@@ -114,9 +114,9 @@ def _forward(call: Dispatch, primals: AttentionArgs):
             f"paged attention: pools must be floating point to be differentiated, got "
             f"{pools.k.dtype}. Stop the gradient in pools and scales with jax.lax.stop_gradient."
         )
-    # Keep only the layer that the call reads. Each layer of a model writes to the pools before it
-    # reads them, so each layer would otherwise keep its own version of the whole pools until the
-    # backward pass.
+    # For the backward pass, keep only the layer that the call reads. If the whole pools were kept,
+    # each layer of a model would keep its own version of them, because each layer writes to the
+    # pools before it reads them.
     kept = pools.map(lambda pool: lax.dynamic_index_in_dim(pool, layer, keepdims=True))
     args = args._replace(pools=kept, layer=jnp.zeros_like(layer))
     return (out, lse), _Residuals(args, out, lse, layer, pools.k.shape[0])
@@ -135,7 +135,7 @@ def _backward(call: Dispatch, residuals: _Residuals, bars):
     )  # fmt: skip
     pools_bar = None
     if num_layers is not None:
-        # If there is no pool of values, `gradients.v` is None, as in the pools.
+        # If the pools have no pool of values, `gradients.v` is None.
         bars_of_layer: Any = gradients.k, gradients.v
         pools_bar = Pools(
             *jax.tree.map(
@@ -144,8 +144,8 @@ def _backward(call: Dispatch, residuals: _Residuals, bars):
                 bars_of_layer,
             )
         )
-    # None means that there is no gradient: for integers, for sinks that are None, and for pools if
-    # no gradient with respect to them is requested.
+    # None means that there is no gradient: integers have none, sinks may be None, and the gradient
+    # of the pools may not have been requested.
     args_bar: Any = AttentionArgs(gradients.q, pools_bar, None, None, None, gradients.sinks, None)  # type: ignore
     return (args_bar,)
 
@@ -158,8 +158,8 @@ def _only_layer(
     The padding of the last dimension is zero too.
     """
     bar = jnp.pad(bar, ((0, 0),) * 3 + ((0, pool.shape[-1] - bar.shape[-1]),)).astype(pool.dtype)
-    # Do not update an array of zeros: XLA would create the zeros once, and copy them for K and for
-    # V.
+    # Use `where` instead of updating an array of zeros: XLA would create the zeros once, and copy
+    # them for K and for V.
     is_layer = jnp.arange(num_layers, dtype=jnp.int32) == layer
     return jnp.where(jnp.expand_dims(is_layer, (1, 2, 3, 4)), bar[None], 0)
 
@@ -246,7 +246,7 @@ def attention_gradients(
     """
     if args.query_lens is not None:
         return _prefill_gradients(args, options, out, lse, out_bar, lse_bar, wants_pools)
-    # An empty sequence gets no query, because its row of `q` may be NaN.
+    # An empty sequence gets no query, because its row of `q` may contain NaN.
     chunks = args.as_prefill()._replace(query_lens=jnp.minimum(args.context_lens, 1))
     out, lse, out_bar, lse_bar = (x[:, None] for x in (out, lse, out_bar, lse_bar))
     gradients = _prefill_gradients(chunks, options, out, lse, out_bar, lse_bar, wants_pools)
@@ -267,7 +267,7 @@ def _prefill_gradients(
     B, T, H, D = q.shape
     P, K, C = pools.num_blocks, pools.num_kv_heads, pools.block_size
     dtype = wider_dtype(q.dtype, jnp.float32)
-    is_row = lse != -jnp.inf  # other rows see no token, so their results are constants
+    is_row = lse != -jnp.inf  # False for rows that see no token, whose results are constants
     shift = jnp.sum(out.astype(dtype) * out_bar.astype(dtype), axis=-1) - lse_bar
     shift_BTH = jnp.where(is_row, shift, 0)
     sinks_bar = None
@@ -284,14 +284,15 @@ def _prefill_gradients(
     if q.size == 0:
         return bars
 
-    # Float32 queries need the highest precision. If queries are bfloat16, keys usually are too, and
-    # TF32, the default precision of GPUs, represents bfloat16 exactly.
+    # For float32 queries, compute matmuls with the highest precision. For bfloat16 queries, the
+    # default is enough: keys are usually bfloat16 too, and TF32, the default precision of GPUs,
+    # represents bfloat16 exactly.
     precision = "highest" if jnp.finfo(q.dtype).bits >= 32 else "default"
     dot = functools.partial(jnp.einsum, precision=precision)
     chunks, queries = _tile_sizes(B, T)
     tiles_a_chunk = -(-T // queries)
-    # Chunks of similar lengths share a tile. `order` is padded with B, for which `_read_rows` reads
-    # zeros, that is, an empty chunk.
+    # Sort the chunks, so that chunks of similar lengths share a tile. Pad `order` with index B, for
+    # which `_read_rows` reads zeros, so that padding is an empty chunk.
     order = jnp.pad(jnp.argsort(context_lens), (0, -B % chunks), constant_values=B)
 
     def fold_queries(index: jax.Array, bars: Gradients) -> Gradients:
@@ -324,11 +325,11 @@ class _QueryTile(NamedTuple):
     There are R = T * G rows for each chunk and KV head.
     """
 
-    q: jax.Array  # [B, K, R, D], at least float32, like out_bar, lse and shift
+    q: jax.Array  # [B, K, R, D]; float32 or wider, as are out_bar, lse and shift
     out_bar: jax.Array  # [B, K, R, U]
     lse: jax.Array  # [B, K, R]
     shift: jax.Array  # [B, K, R]
-    positions: jax.Array  # i32 [B, T], ascending; -1 in padding
+    positions: jax.Array  # i32 [B, T]; they ascend, and padding has position -1
 
 
 def _read_rows(
@@ -351,7 +352,8 @@ def _read_rows(
     def read(x: jax.Array) -> jax.Array:
         x = x.at[chunk_B[:, None], token_T[None]].get(mode="fill", fill_value=0)
         x = x.astype(wider_dtype(x.dtype, jnp.float32))
-        # Padding may be NaN. Set it to 0, because 0 * NaN would be NaN in sums over queries.
+        # Padding may be NaN. Set it to 0, because sums over queries multiply it by 0, and 0 * NaN
+        # is NaN.
         x = jnp.where(jnp.expand_dims(is_query_BT, range(2, x.ndim)), x, 0)
         B, T, H, *D = x.shape
         x = x.reshape(B, T, num_kv_heads, H // num_kv_heads, *D)
@@ -461,7 +463,7 @@ def _gather(
     pools: Pools | Pages,
     layer: int | jax.Array,
     blocks_BM: jax.Array,
-    rows: _QueryTile,  # gives the dimensions of keys and values, and the dtype of the result
+    rows: _QueryTile,  # for the dimensions of keys and values, and the dtype of the result
 ) -> tuple[jax.Array, jax.Array]:
     """Gather blocks of keys ``[B, K, M * C, D]`` and of values ``[B, K, M * C, U]``.
 

@@ -31,22 +31,26 @@ from jax import lax
 
 from paged_jax.kernels.backend import AttentionArgs
 
-# Number of parts of a large batch for each program instance that the GPU runs at a time. Parts have
-# different lengths. If there are several, waiting parts start as soon as short parts end.
+# A large batch is split into this number of parts for each program instance that the GPU can run at
+# a time. Parts have different lengths, so with several parts per program instance, a waiting part
+# starts as soon as a short part ends.
 _WAVES = 3
 
-# Cost of merging the parts of a sequence, in loop steps of a program instance that runs alone on
-# its SM.
+# Time for merging the parts of a sequence. Its unit is the time of a loop step of a program
+# instance that runs alone on its SM.
 _MERGE_STEPS = 6
 
-# One sixth of the program instances that the GPU can run at a time saturates the memory bandwidth.
+# The memory bandwidth is saturated if one in `_SATURATING` of the program instances that the GPU
+# can run at a time is running.
 _SATURATING = 6
 
-# A batch is always split if a sequence can have more loop steps than this. Such a sequence might
-# still run when all others have ended, which would cost more time than a few merges.
+# A batch is always split if one of its sequences can have more loop steps than this. Without the
+# split, that sequence might still run when all others have ended, which would cost more time than
+# merging parts.
 _LONG_STEPS = 16
 
-# Maximum batch size: each program instance holds the lengths of all sequences in registers.
+# Maximum batch size. It is limited because each program instance holds the lengths of all sequences
+# in registers.
 MAX_SEQUENCES = 4096
 
 
@@ -142,8 +146,8 @@ def choose_num_parts(batch: int, kv_heads: int, max_steps: int, resident: int) -
     at_once = resident // kv_heads
     is_small = 2 * batch <= at_once
     num_parts = at_once - batch + 1 if is_small else max(_WAVES * resident // kv_heads, 1)
-    # Two lower bounds of the time, in loop steps: `least_steps` follows from the bandwidth, and
-    # `longest` from the program instance with the most steps.
+    # Compute two lower bounds of the time, in loop steps: `least_steps` follows from the memory
+    # bandwidth, and `longest` from the program instance with the most steps.
     least_steps = _SATURATING * batch * kv_heads * max_steps / resident
     longest = math.ceil(max_steps * batch / num_parts)
     saved_steps = max(max_steps, least_steps) - max(longest, least_steps)
@@ -171,8 +175,8 @@ def find_part(split: KVSplit, lengths: jax.Array, program: jax.Array) -> KVPart:
     is_before = ends <= program
     sequence = jnp.sum(is_before, dtype=jnp.int32)
     start = jnp.max(jnp.where(is_before, ends, 0))
-    # If the program instance has no part, `sequence` is B. `lengths` has a 0 or no element at index
-    # B, so the length is 0.
+    # If the program instance has no part, `sequence` is B (the batch size). No entry of `lengths`
+    # at index B is above 0, so the length is then 0.
     rows = jnp.arange(lengths.size, dtype=jnp.int32)
     length = jnp.sum(jnp.where(rows == sequence, lengths, 0), dtype=jnp.int32)
     count = _count_parts(_count_steps(split, length), max_steps)

@@ -38,8 +38,8 @@ __all__ = [
     "sum_rows",
 ]
 
-# Maximum number of tokens for which `sum_rows` uses the kernel for CPUs. XLA is faster for more
-# tokens.
+# `sum_rows` uses the kernel for CPUs for at most this number of tokens. For more tokens, XLA is
+# faster.
 _MAX_DECODE_TOKENS = 64
 
 # Dtypes of grouped weights.

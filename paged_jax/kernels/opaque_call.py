@@ -111,7 +111,7 @@ def _bind_tree(program: ClosedJaxpr, shapes: Any, args: Any, platform: str | Non
 def _bind(program: ClosedJaxpr, operands: Sequence[Any], platform: str | None) -> list[Any]:
     jaxpr, consts = program.jaxpr, program.consts
     if consts:
-        # Constants may be traced arrays of an outer function, so they become operands too.
+        # Make the constants operands too, because they may be traced arrays of an outer function.
         jaxpr = jaxpr.replace(
             constvars=[],
             invars=[*jaxpr.constvars, *jaxpr.invars],
@@ -128,8 +128,8 @@ def _run(*operands: Any, program: ClosedJaxpr, platform: str | None) -> list[Any
 
 def _abstract(*operands: Any, program: ClosedJaxpr, platform: str | None) -> Any:
     del operands, platform
-    # Leave a mesh without axes out of the types of the results. Its only purpose is to tell a
-    # kernel the device.
+    # Remove a mesh without axes from the types of the results. Such a mesh only tells a kernel the
+    # device.
     plain = [
         ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) if x.sharding.mesh.empty else x
         for x in program.out_avals
@@ -142,7 +142,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, platform: str | None, 
         module = ctx.module_context
         if tuple(module.platforms) != (platform,):
             # Use empty caches. The caches of the module contain functions that were lowered for all
-            # of its platforms, so they must not be used for a single platform.
+            # platforms of the module, which must not be used for a single platform.
             caches = {"lowering_cache": {}, "cached_primitive_lowerings": {}}
             module = module.replace(platforms=(platform,), **caches)
         ctx = ctx.replace(module_context=module, platforms=None)

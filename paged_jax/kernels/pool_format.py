@@ -14,13 +14,14 @@ from jax.typing import DTypeLike
 # Keys or values.
 Half = Literal["k", "v"]
 
-# Dtypes of quantised pools, each with the largest magnitude that it represents.
+# Maps the dtypes of quantised pools to the largest magnitude that each dtype represents.
 QUANTISED: dict[Any, float] = {
     jnp.dtype(jnp.int8): 127.0,
     jnp.dtype(jnp.float8_e4m3fn): 448.0,
 }
 
-# Lanes of a TPU register: elements of the last dimension that a TPU moves at a time.
+# Number of lanes of a TPU register. A TPU moves this number of elements of the last dimension at a
+# time.
 LANES = 128
 # Sublanes of a TPU register: its rows of 128 lanes, for 32-bit values.
 SUBLANES = 8
@@ -37,7 +38,7 @@ class Pages(NamedTuple):
 
     kv: jax.Array
 
-    # Pages have no scales per token. `Options` has a single factor for all keys and a single factor
+    # Pages have no scales per token. Instead, `Options` has one factor for all keys and one factor
     # for all values.
     k_scale = None
     v_scale = None
@@ -172,7 +173,8 @@ def quantise(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     largest = QUANTISED[dtype]
     x = x.astype(jnp.float32)
     scale = scale_of_peak(jnp.max(jnp.abs(x), axis=-1), dtype)
-    # As in `scale_of_peak`, do not divide the elements, so that all compilers give the same bits.
+    # Multiply by the inverse of the scale instead of dividing by it, as in `scale_of_peak`, so that
+    # all compilers give the same bits.
     scaled = jnp.clip(x * (1 / scale)[..., None], -largest, largest)
     if dtype == jnp.int8:
         scaled = jnp.round(scaled)

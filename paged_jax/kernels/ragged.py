@@ -54,7 +54,7 @@ from paged_jax.kernels.ragged_chunks import cut_into_tiles, find_chunks, find_ro
 
 _FUNCTION = "ragged_paged_attention"
 
-# Maximum queries in a tile of the backward pass.
+# Maximum number of queries in a tile of the backward pass.
 _MAX_QUERIES = 128
 
 
@@ -240,8 +240,8 @@ def _scale_queries(args: RaggedArgs, factors: dict[str, jax.Array]) -> RaggedArg
         return args
     dtype = wider_dtype(args.q.dtype, jnp.float32)
     factor = math.prod(as_scalar(_FUNCTION, name, factors[name], dtype) for name in names)
-    # Rows of `q` without a sequence may hold NaN. The gradient with respect to the factor would
-    # then be NaN.
+    # Set the rows of `q` without a sequence to 0. They may hold NaN, and the gradient with respect
+    # to the factor would then be NaN.
     is_query = find_rows(args, find_chunks(args)).is_query[:, None, None]
     q = jnp.where(is_query, args.q, 0).astype(dtype) * factor
     return args._replace(q=q.astype(args.q.dtype))
@@ -364,7 +364,7 @@ def _backward(call: Dispatch, residuals: _RaggedResiduals, bars: Any):
         zero if isinstance(bar, SymbolicZero) else bar
         for zero, bar in zip(zeros, bars, strict=True)
     )
-    # Tiles with about the average length of a chunk have few padding rows.
+    # Use tiles of about the average chunk length, which have few padding rows.
     tiles, rows_BT = cut_into_tiles(args, min(_MAX_QUERIES, 1 << (max(N // S, 1) - 1).bit_length()))
     # The output is `value_scale` times the output of a call without this scale. The gradient with
     # respect to the output of that call is therefore `value_scale * out_bar`.

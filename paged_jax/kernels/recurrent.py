@@ -39,14 +39,14 @@ from paged_jax.kernels.dispatch import general_backend, run_kernel
 from paged_jax.kernels.gradients import with_plain_gradients
 from paged_jax.kernels.rows import set_states, take_states
 
-# Number of tokens in a tile, and in a block of the inversion of triangular matrices. With tiles of
-# 128 tokens, the inverse would be less accurate.
+# `_TILE` is the number of tokens in a tile, and `_BLOCK` the number of tokens in a block when a
+# triangular matrix is inverted. With tiles of 128 tokens, the inverse would be less accurate.
 _TILE, _BLOCK = 64, 16
 
 _einsum = functools.partial(jnp.einsum, precision="highest")
 _matmul = functools.partial(jnp.matmul, precision="highest")
 
-# The states of a batch as an array, or as entries of a pool.
+# The states of a batch, given either as an array or as entries of a pool.
 State = TypeVar("State", jax.Array, StateRows)
 
 

@@ -71,8 +71,8 @@ def _prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Arra
     if options.sliding_window is not None:
         seen_BTN &= key_positions > query_positions - options.sliding_window
 
-    # Tokens that no query sees may be NaN. They are set to 0, because 0 * NaN is NaN, in the output
-    # as well as in the gradient.
+    # Keys and values of tokens that no query sees may be NaN. Set them to 0, because 0 * NaN is
+    # NaN, both in the output and in the gradient.
     is_seen = seen_BTN.any(axis=1)[:, :, None, None]
     U = options.output_dim(D)
     k_BNKD, v_BNKU = (
@@ -107,7 +107,8 @@ def _gather(
 
     Blocks with an id out of range are NaN.
     """
-    # Clip the table entries, and set NaN after the conversion to floats, because int8 has no NaN.
+    # Clip the table entries, so that they are in range. Below, set the tokens of missing blocks to
+    # NaN after the conversion to floats, because int8 has no NaN.
     P = pools.num_blocks
     is_block = ((tables >= 0) & (tables < P))[:, :, None, None, None]
     rows = jnp.clip(tables, 0, P - 1)

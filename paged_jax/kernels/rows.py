@@ -9,15 +9,17 @@ from paged_jax.kernels.backend import StateRows
 from paged_jax.kernels.dispatch import cpu_backend
 from paged_jax.kernels.opaque_call import without_index_checks
 
-# Narrow dtypes, each with an unsigned integer dtype of the same width. To gather or scatter rows of
-# these dtypes, XLA's CPU backend copies the whole array to a wider dtype.
+# Maps narrow dtypes to unsigned integer dtypes of the same width, which are used instead on CPUs.
+# To gather or scatter rows of the narrow dtypes, XLA's CPU backend would copy the whole array to a
+# wider dtype.
 BITS = {
     jnp.dtype(jnp.bfloat16): jnp.uint16,
     jnp.dtype(jnp.float8_e4m3fn): jnp.uint8,
 }
 
 
-# Indices of rows: into the first axis, or a tuple with indices into each of the leading axes.
+# The type of row indices: an array of indices into the first axis, or a tuple with one array for
+# each of the leading axes.
 _Index = jax.Array | tuple[jax.Array, ...]
 
 
@@ -41,7 +43,8 @@ def set_rows(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
     """
     if rows.dtype not in BITS:
         return _set_rows_as_is(rows, index, new)
-    # Other platforms scatter these dtypes in place. There, the casts would add copies.
+    # Only CPUs need the casts. Other platforms scatter these dtypes in place, and there the casts
+    # would add copies.
     return lax.platform_dependent(rows, index, new, cpu=_set_rows_on_cpu, default=_set_rows_as_is)
 
 
@@ -82,7 +85,8 @@ def _set_rows_as_bits(rows: jax.Array, index: jax.Array, new: jax.Array) -> jax.
 
 @set_rows.defjvp
 def _set_rows_jvp(primals, tangents):
-    # Without this rule, JAX would treat the derivative of a bitcast as zero, without a warning.
+    # Define the derivative here. Without this rule, JAX would treat the derivative of a bitcast as
+    # zero, without a warning.
     rows, index, new = primals
     rows_dot, _, new_dot = tangents
     return set_rows(rows, index, new), _set_rows_as_is(rows_dot, index, new_dot)
@@ -92,7 +96,8 @@ def take_rows(matrix: jax.Array, rows: jax.Array) -> jax.Array:
     """Gather rows of a matrix. Every index must be in range."""
     if matrix.dtype not in BITS:
         return _take_rows_as_is(matrix, rows)
-    # XLA's CPU backend would convert the whole matrix to float32 in each call.
+    # On CPUs, gather the rows as integers, because XLA's CPU backend would otherwise convert the
+    # whole matrix to float32 in each call.
     return lax.platform_dependent(matrix, rows, cpu=_take_rows_as_bits, default=_take_rows_as_is)
 
 
@@ -138,8 +143,8 @@ def set_states(rows: StateRows, states: jax.Array) -> jax.Array:
         more = [(0, size - old) for size, old in zip(padded, states.shape[1:], strict=True)]
         states = jnp.pad(states, ((0, 0), *more))
     is_kept = (rows.entries >= 0) & (rows.entries < P)
-    # Each dropped row gets its own index past the end: the indices must be distinct, and entry P of
-    # a layer would be entry 0 of the next layer.
+    # Each dropped row gets its own index past the end of the whole pool. The indices must be
+    # distinct, and index P of a layer would be entry 0 of the next layer.
     index = jnp.arange(rows.num_rows, dtype=jnp.int32)
     index = jnp.where(is_kept, rows.layer * P + rows.entries, L * P + index)
     return set_rows(rows.pool, index, states.astype(rows.pool.dtype))

@@ -30,13 +30,13 @@ from jax import lax
 
 from paged_jax.formatting import short_repr
 
-# Number of consecutive inputs with 4-bit values that are packed together, and number of bytes that
-# they take.
+# `PACKED_INPUTS` consecutive inputs with 4-bit values are packed together into `PACKED_BYTES`
+# bytes.
 PACKED_INPUTS = 32
 PACKED_BYTES = PACKED_INPUTS // 2
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Quantiles of the normal distribution (QLoRA, arXiv 2305.14314, appendix E).
+# The numbers of NF4 are quantiles of the normal distribution (QLoRA, arXiv 2305.14314, appendix E).
 _NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
@@ -45,19 +45,20 @@ _NF4 = (
 )  # fmt: skip
 _FP4 = (0.0, 0.0052083333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)
 
-# For each code of 4-bit values: the number that each value stands for.
+# Maps each code of 4-bit values to the numbers that its 16 values stand for.
 CODES: Mapping[str, np.ndarray] = {
     "int4": np.arange(-8, 8, dtype=np.float32),
     "uint4": np.arange(16, dtype=np.float32),
-    "e2m1": np.array([*_E2M1, *(-x for x in _E2M1)], np.float32),  # FP4 of the OCP MX formats
+    # This is FP4 of the OCP MX formats.
+    "e2m1": np.array([*_E2M1, *(-x for x in _E2M1)], np.float32),
     "nf4": np.array(_NF4, np.float32),  # of bitsandbytes
     "fp4": np.array([*_FP4, *(-x for x in _FP4)], np.float32),  # of bitsandbytes
 }
-# Codes of 8-bit values, which have scales.
+# These are the codes of 8-bit values. Weights of these codes have scales.
 BYTE_CODES = ("int8", "float8_e4m3fn")
 FLOAT_CODES = ("float32", "bfloat16", "float16")
 
-# Factors that turn all numbers of a code into integers in the range of int8.
+# Multiplied by the factor of their code, all numbers of the code are integers in the range of int8.
 _INTEGER_FACTORS = {"int4": 1, "uint4": 1, "e2m1": 2, "int8": 1}
 
 

@@ -39,8 +39,8 @@ from paged_jax.kernels.opaque_call import without_index_checks
 from paged_jax.kernels.pool_format import query_dtype, wider_dtype
 from paged_jax.kernels.rows import set_rows
 
-# Maximum number of rows of a pool. Indices of rows are int32, including the indices past the end
-# that mark dropped tokens.
+# Maximum number of rows of a pool. It is limited because row indices are int32, including the
+# indices past the end that mark dropped tokens.
 _MAX_ROWS = 2**31 - 1
 
 
@@ -276,7 +276,8 @@ def copy_blocks(
     return _copy_differentiably(call, CopyArgs(pools, sources, targets))
 
 
-# JAX cannot differentiate the loops and kernels of the backends.
+# Define the derivative of copies here, because JAX cannot differentiate the loops and kernels of
+# the backends.
 _copy_differentiably = jax.custom_jvp(Dispatch.run, nondiff_argnums=(0,))
 
 
@@ -289,8 +290,8 @@ def _copy_jvp(
     P = pools.num_blocks
     is_copy = (sources >= 0) & (sources < P) & (targets >= 0) & (targets < P)
     sources = jnp.where(is_copy, sources, 0)
-    # Ignored pairs get distinct targets past the end: JAX transposes a scatter only if its indices
-    # are unique.
+    # Ignored pairs of blocks get distinct targets past the end, because JAX transposes a scatter
+    # only if its indices are unique.
     targets = jnp.where(is_copy, targets, P + jnp.arange(targets.size, dtype=jnp.int32))
 
     @without_index_checks
@@ -380,7 +381,8 @@ def write_kv_pages(
         parts.append(_to_page_dtype(function, x, kv_pages.dtype))
     rows = jnp.stack(parts, axis=2).reshape(N, *kv_pages.shape[2:])
     is_kept = (pages >= 0) & (pages < P) & (offsets >= 0) & (offsets < C)
-    # Each dropped token gets its own row past the end, so that the scatter's indices are unique.
+    # Each dropped token gets its own row index past the end, so that the indices of the scatter are
+    # unique.
     past = P * C + jnp.arange(N, dtype=jnp.int32)
     index = jnp.where(is_kept, pages * C + offsets, past)
     return set_rows(kv_pages, index, rows)

@@ -48,30 +48,31 @@ from paged_jax.kernels.dispatch import general_backend
 from paged_jax.kernels.ragged_chunks import attend_in_parts
 from paged_jax.kernels.weight_formats import CODES, PACKED_INPUTS, Weight, WeightArrays
 
-# Maximum number of elements of a value: the size of arrays on the stack of the attention kernels
+# Maximum number of elements of a value. The attention kernels have arrays of this size on the stack
 # (MAX_U in `source/decode.cc`).
 _MAX_VALUE_DIM = 512
 
-# Maximum number of elements of a key of the delta rule: the size of arrays on the stack (MAX_D in
-# `source/state_rows.h`).
+# Maximum number of elements of a key in the delta rule. Its kernels have arrays of this size on the
+# stack (MAX_D in `source/state_rows.h`).
 _MAX_KEY_DIM = 1024
 
 _INT8 = jnp.dtype(jnp.int8)
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
-# Codes of 4-bit values (`weight_formats.CODES`) with numbers that bfloat16 cannot represent
-# exactly.
+# These codes of 4-bit values (see `weight_formats.CODES`) stand for numbers that bfloat16 cannot
+# represent exactly.
 _INEXACT_CODES = ("nf4", "fp4")
 
-# Packed 4-bit values must have groups of a multiple of this number of inputs, because the kernels
-# process two pairs of inputs at a time (`source/codes.h`).
+# The group size of packed 4-bit values must be a multiple of this number of inputs, because the
+# kernels process two pairs of inputs at a time (`source/codes.h`).
 _PACKED_GROUP = 4
 
-# Codes with numbers that are integers or halves of integers. The kernels can multiply them by int8
-# inputs.
+# The numbers of these codes are integers or halves of integers, so the kernels can multiply them by
+# int8 inputs.
 _INT8_CODES = ("int8", "int4", "uint4", "e2m1")
 
-# Maximum number of inputs with a common scale when inputs are rounded to int8 (`source/panels.h`).
+# Number of consecutive inputs that share a scale when the inputs are rounded to int8, at most
+# (`source/panels.h`).
 _INT8_SEGMENT = 64
 
 

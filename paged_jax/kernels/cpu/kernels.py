@@ -14,7 +14,7 @@ import numpy as np
 from paged_jax.kernels.backend import Options
 from paged_jax.kernels.weight_formats import CODES, pack
 
-# Dtypes of weights and pools, each with the name of its type in the C++ sources.
+# Maps the dtypes of weights and pools to the names of the corresponding types in the C++ sources.
 ELEMENTS: dict[Any, str] = {
     jnp.dtype(jnp.float32): "Float32",
     jnp.dtype(jnp.bfloat16): "Bfloat16",
@@ -23,11 +23,11 @@ ELEMENTS: dict[Any, str] = {
     jnp.dtype(jnp.float8_e4m3fn): "Float8",
 }
 
-# Codes of quantised weights, each with the name of its type in the C++ sources. All codes of packed
-# 4-bit values share a kernel.
+# Maps the codes of quantised weights to the names of the corresponding types in the C++ sources.
+# All codes of packed 4-bit values share a kernel.
 PACKED = "packed"
 CODE_ELEMENTS = {"int8": "Int8", "float8_e4m3fn": "Float8", PACKED: "Packed"}
-# Keys of `CODE_ELEMENTS` for which a kernel can round the inputs to int8.
+# For these keys of `CODE_ELEMENTS`, there is a kernel that rounds the inputs to int8.
 INT8_INPUT_CODES = ("int8", PACKED)
 
 FloatOp = Literal[
@@ -71,7 +71,7 @@ def attention_attributes(
     }
 
 
-Results = tuple[np.ndarray, np.ndarray]  # the result of a kernel, and the expected result
+Results = tuple[np.ndarray, np.ndarray]  # the result of a kernel and the expected result
 
 
 def _test_linear(target: str, kernel: Kernel) -> Results:
@@ -87,7 +87,8 @@ def _test_quantised_linear(target: str, kernel: Kernel) -> Results:
     K, groups = (96, 3) if is_packed else (77, 7)
     x = rng.integers(-8, 8, (7, K)).astype(np.float32) / 8
     if kernel.dtype == jnp.int8:
-        x[:, :: K // groups] = 127 / 8  # so that rounding segments to int8 is exact
+        # With this maximum, each segment has scale 1 / 8 and is rounded to int8 exactly.
+        x[:, :: K // groups] = 127 / 8
     values = rng.integers(0 if is_packed else -8, 16, (2, 3, 37, K))
     values[..., 0] = 15 if is_packed else -128
     scales, mins = rng.integers(1, 8, (2, 2, 3, 37, groups)) / np.float32(8)

@@ -58,7 +58,7 @@ from paged_jax.kernels.cpu.kernels import (
 
 _logger = logging.getLogger(__name__)
 
-# Name of an environment variable. If it is 0, programs do not call the kernels.
+# Name of an environment variable. If the variable is 0, programs do not call the kernels.
 SWITCH = "PAGED_JAX_CPU_KERNELS"
 
 _SOURCE = Path(__file__).parent / "source"
@@ -149,8 +149,8 @@ def _prefix(kernel: Kernel) -> str:
 
 
 _LOCK = threading.Lock()
-_REGISTERED: set[str] = set()  # targets registered with XLA, which cannot be unregistered
-_MISSING: set[Kernel] = set()  # kernels that programs would call, but that could not be loaded
+_REGISTERED: set[str] = set()  # Targets that are registered with XLA. They cannot be unregistered.
+_MISSING: set[Kernel] = set()  # Kernels that programs would call, but that could not be loaded.
 
 
 @functools.cache
@@ -260,8 +260,9 @@ def _check(kernel: Kernel, target: str) -> None:
 def _command(kernel: Kernel) -> list[str]:
     """Return the arguments of the compiler, without the output file."""
     native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    # GCC would pack the addresses of rows into vectors and extract them again, which takes a
-    # quarter of the time of a matmul. The sources use explicit vectors where these help.
+    # Disable the vectorisation of straight-line code. With it, GCC packs the addresses of rows into
+    # vectors and extracts them again, which takes a quarter of the time of a matmul. The sources
+    # use explicit vectors where vectors help.
     own = "-fno-tree-slp-vectorize"
     if kernel.code is None:
         types = [f"-DELEMENT={ELEMENTS[kernel.dtype]}"]
@@ -319,7 +320,7 @@ def _compile(command: list[str], path: Path) -> None:
         lines = [line for line in error.stderr.splitlines() if line.strip()]
         said = [line for line in lines if "error" in line or "failed" in line] or lines[-1:]
         text = said[0] if said else f"exit status {error.returncode}"
-        # Leave out file names, so that the reason is the same for all kernels and is logged only
+        # Remove file names from the message, so that it is the same for all kernels and is logged
         # once.
         text = text.replace(str(path), "the file").replace(command[-2], "the source")
         raise _Unavailable(f"{compiler[0]} says: {text}") from error
@@ -339,7 +340,7 @@ def _register(kernel: Kernel, target: str, path: Path) -> None:
         raise _Unavailable(f"a library could not be loaded: {text}") from error
     try:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
-    except Exception as error:  # such as another version of the FFI
+    except Exception as error:  # for example because XLA has another FFI version
         text = str(error).replace(target, "the kernel")
         raise _Unavailable(f"XLA does not accept a kernel: {text}") from error
     _REGISTERED.add(target)
@@ -363,16 +364,16 @@ def _find_failure(kernel: Kernel, target: str) -> str | None:
     try:
         with jax.default_device(device):
             got, want = SELF_TESTS[kernel.op](target, kernel)
-    except Exception as error:  # whatever the error is, XLA replaces the kernel
+    except Exception as error:  # Whatever the error is, programs use XLA instead of the kernel.
         return f"a self-test failed: {error}"
     if not np.allclose(got, want, rtol=1e-4, atol=1e-4):
         return f"a self-test failed: the error is {np.abs(got - want).max():.2g}"
     return None
 
 
-# Static parameters of a kernel, by name.
+# The static parameters of a kernel, as pairs of a name and a value.
 Attributes = tuple[tuple[str, np.generic], ...]
-# Function in plain JAX that computes the same as a kernel. It must be hashable, because it is a
+# A function in plain JAX that computes the same as a kernel. It must be hashable, because it is a
 # parameter of the primitive: programs with different functions are compiled separately.
 PlainFunction = Callable[..., Any]
 Arrays = tuple[jax.Array, ...]

@@ -86,7 +86,7 @@ def convert_step(step: jax.Array, _: None, *, copies: PrefillCopies) -> None:
         plgpu.commit_smem()
         if piece == len(sizes.pieces) - 1:
             plgpu.barrier_arrive(full.at[slot])
-        # All threads have converted the piece, so it can be overwritten.
+        # All threads have converted the piece, so its buffer can be overwritten by the next copy.
         _start(copies, step + ahead, later, unit + sizes.num_staged, blocks)
 
 
@@ -97,7 +97,7 @@ def _convert(copies: PrefillCopies, piece_ref: Any, tile_ref: Any, start: jax.Ar
     Unused tokens of a block may be NaN, and 0 * NaN is NaN.
     """
 
-    # This is not unrolled, because the unrolled code would spill registers.
+    # The loop is not unrolled, because the unrolled code would spill registers.
     @pl.loop(0, copies.sizes.step_tokens // ROWS)
     def _(turn):
         row = pl.multiple_of(turn * ROWS, ROWS)
@@ -145,7 +145,8 @@ def _start(
                 scale_pool.at[place],
                 scale.at[scale_slot, rows],
                 scaled.at[scale_slot],
-                # Without an explicit mode, the target would have to be aligned to 128 bytes.
+                # Promise that the copy is in bounds. Otherwise, the target would have to be aligned
+                # to 128 bytes.
                 oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
             )
 

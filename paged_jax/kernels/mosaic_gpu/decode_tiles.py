@@ -25,8 +25,8 @@ from paged_jax.kernels.mosaic_gpu.launch import (
 )
 from paged_jax.kernels.pool_format import is_quantised
 
-# Number of columns of an `mma` instruction, and number of rows of the `mma` instructions that the
-# four warps of a thread block execute together.
+# Number of columns of an `mma` instruction, and the total number of rows of the `mma` instructions
+# that the four warps of a thread block execute at the same time.
 MMA_COLUMNS, MMA_ROWS = 8, 64
 
 # Warps of a thread block.
@@ -34,13 +34,13 @@ _WARPS = 4
 
 # Maximum number of query heads of a thread block.
 _MAX_SLICE = 2 * MMA_COLUMNS
-# Minimum number of query heads of a thread block, unless a KV head has fewer. With fewer heads,
-# most columns of the `mma` instructions would be padding.
+# Minimum number of query heads of a thread block (or all heads of a KV head, if these are fewer).
+# With fewer heads, most columns of the `mma` instructions would be padding.
 MIN_SLICE = 4
 
-# Keys and values are copied in pieces of at most `_PIECE` lanes (elements of a head), because
-# larger pieces spill registers if heads are wide. If a head has more than `WIDE` lanes, the queries
-# do not fit the registers.
+# Keys and values are copied in pieces of at most `_PIECE` lanes (elements of a head). Larger pieces
+# would spill registers for wide heads. If a head has more than `WIDE` lanes, the queries do not fit
+# the registers.
 _PIECE, WIDE = 128, 256
 
 # A loop step reads at most `_STEP_BYTES` bytes of K and V, or `MMA_ROWS` tokens if these have more
@@ -48,12 +48,12 @@ _PIECE, WIDE = 128, 256
 _STEP_BYTES = 32 * 1024
 _NUM_STAGES = 3
 
-# For 8-bit pools: pairs of the number of tokens in a loop step and the number of steps in the ring
-# buffer, in order of preference.
+# Sizes for 8-bit pools, in order of preference. Each pair is the number of tokens in a loop step
+# and the number of loop steps in the ring buffer.
 _NARROW_STEPS = ((128, 3), (128, 2), (64, 4), (64, 3), (64, 2))
 
-# Bytes of shared memory of an SM, and bytes that a thread block takes in addition to
-# `DecodeSizes.shared_memory`.
+# `_SM_MEMORY` is the number of bytes of shared memory of an SM. A thread block takes
+# `_BLOCK_MEMORY` bytes of it in addition to `DecodeSizes.shared_memory`.
 _SM_MEMORY, _BLOCK_MEMORY = 228 * 1024, 4 * 1024
 
 
@@ -105,7 +105,7 @@ class DecodeSizes(NamedTuple):
             return (fitting or steps)[0]
         token_bytes = 2 * (D if shares_values else D + U)
         fitting = 1 << ((_STEP_BYTES // token_bytes).bit_length() - 1)
-        # The tokens of a step are the rows of the first matmul, so there are at least 64.
+        # The tokens of a step are the rows of the first matmul, which has at least `MMA_ROWS` rows.
         step_tokens = max(fitting, MMA_ROWS)
         stages = _NUM_STAGES if step_tokens * token_bytes <= _STEP_BYTES else 2
         return sized(step_tokens, stages)
@@ -214,9 +214,11 @@ def shared_tiles(
         v_scale = None if sizes.shares_values else plgpu.SMEM((stages, T), jnp.float32)
         rings += 1 if sizes.shares_values else 2
     if sizes.is_narrow:
-        # The products of weights and scales may exceed the range of float16.
+        # Use bfloat16, because the products of softmax weights and scales may exceed the range of
+        # float16.
         values, weight_dtype = sizes.value_lanes, jnp.bfloat16
-        # Rows are swizzled in units of 128 bytes if D and U are multiples of 128, else of 64 bytes.
+        # Rows are swizzled in units of 128 bytes if D and U (elements of a key and of a value) are
+        # multiples of 128, and otherwise in units of 64 bytes.
         if not (sizes.head_dim % (2 * lanes) or U % (2 * lanes)):
             lanes *= 2
     return SharedTiles(
@@ -302,11 +304,12 @@ class TileCopies(NamedTuple):
         """
         stages = self.sizes.num_stages
         if self.sizes.is_narrow:
-            # All threads have converted the tiles of this step, so these can be overwritten.
+            # All threads have converted the tiles of this step, so the next copies can overwrite
+            # these tiles.
             self.start(step + stages, blocks)
             return self.load_blocks(step + stages + 1)
 
-        # All threads have finished the previous step, so its tiles can be overwritten.
+        # All threads have finished the previous step, so the next copies can overwrite its tiles.
         @pl.when(step > self.part.begin)
         def _():
             self.start(step + stages - 1, blocks)
@@ -326,7 +329,7 @@ class TileCopies(NamedTuple):
                 return
             rows = [self._rows(token) for _, (token, _) in turns]
 
-            # Pools with scales need more copies, so each warp starts some of them.
+            # Pools with scales need more copies, so divide the copies among the warps.
             @plgpu.warp_map
             def _(warp):
                 for first in range(min(_WARPS, len(turns))):
@@ -373,7 +376,8 @@ class TileCopies(NamedTuple):
                     pool.at[place],
                     ring.at[slot, pl.ds(turn * rows, rows)],
                     shared.is_full.at[slot],
-                    # Without `oob_mode`, the target must be aligned to 128 bytes.
+                    # Promise that the copy is in bounds. Otherwise, the target would have to be
+                    # aligned to 128 bytes.
                     oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                 )
 
@@ -418,8 +422,9 @@ def load_scales(
     if shared.v_scale is not None:
         values = plgpu.load(shared.v_scale.at[slot], optimized=False)
     if is_seen is not None:
-        # Scales of unused tokens may be NaN, and 0 * NaN is NaN. The scales of keys stay unchanged,
-        # because scores are masked after they are multiplied by them.
+        # The scales of unused tokens may be NaN. Set the scales of their values to 0, because 0 *
+        # NaN is NaN. The scales of keys stay unchanged, because scores are masked after the
+        # multiplication by them.
         values = jnp.where(is_seen(values, 0), values, jnp.zeros_like(values))
     return keys, values
 
@@ -455,7 +460,8 @@ def widen_values(
         values = plgpu.load(ring.at[slot], layout=layout, optimized=False)
         values = widen(values, tile.dtype)
         if is_seen is not None:
-            # Unused tokens of a block may be NaN, and 0 * NaN is NaN.
+            # The values of unused tokens of a block may be NaN. Set them to 0, because 0 * NaN is
+            # NaN.
             values = jnp.where(is_seen(values, 0), values, jnp.zeros_like(values))
         tile[...] = values
 

@@ -80,10 +80,12 @@ from paged_jax.kernels.mosaic_gpu.launch import (
 )
 from paged_jax.kernels.pool_format import is_quantised
 
-# Initial peak of the softmax. With -inf, ``peak - new_peak`` would be NaN before the first token.
+# Initial peak (largest score so far) of the softmax. If it were -inf, ``peak - new_peak`` would be
+# NaN before the first token.
 _LOWEST = float(np.finfo(np.float32).min)
 
-# Result for 8 query heads: f32 outputs ``[size, 8]`` and the log-sum-exp ``[8]``.
+# The result for 8 query heads: f32 outputs ``[size, 8]``, one array per piece of the head, and the
+# log-sum-exp ``[8]``.
 _Result = tuple[tuple[jax.Array, ...], jax.Array]
 
 
@@ -263,7 +265,7 @@ def _fold_part(
         tuple(jnp.zeros((size, MMA_COLUMNS), jnp.float32) for _, size in sizes.value_lanes),
     )
     plgpu.barrier_wait(shared.is_loaded)
-    # Queries of wide heads do not fit the registers, so each step loads them again.
+    # The queries of wide heads do not fit the registers, so each loop step loads them again.
     queries = None if sizes.head_dim > WIDE else load_queries(copies)
 
     def fold(step, carry, *, is_masked):
@@ -294,7 +296,7 @@ def _fold_part(
         return tuple(_add_values(copies, slot, weighed, is_seen, instructions)), blocks
 
     carry = (start,) * num_groups, copies.load_blocks(part.begin + sizes.num_stages)
-    # With a sliding window, all steps are masked. Otherwise only the last step is masked.
+    # With a sliding window, apply the mask in all loop steps, and otherwise only in the last one.
     masked_begin = part.begin
     if options.sliding_window is None:
         masked_begin = jnp.clip(lax.div(part.length, jnp.int32(T)), part.begin, part.end)
@@ -342,7 +344,7 @@ def _add_values(
     for piece, tile in enumerate(shared.values or rings):
         values = tile.transpose((1, 0))[...]
         if is_seen is not None and not copies.sizes.is_narrow:
-            # Unused tokens of a block may be NaN, and 0 * NaN is NaN.
+            # Values of unused tokens may be NaN. Set them to 0, because 0 * NaN is NaN.
             values = jnp.where(is_seen(values, 1), values, jnp.zeros_like(values))
         for out, pair in zip(outs, weights, strict=True):
             for x in pair:
@@ -381,7 +383,8 @@ def _scale(scores: jax.Array, options: Options) -> jax.Array:
     """Apply the scale and the soft cap to scores, and multiply the result by log2(e)."""
     if options.soft_cap is None:
         return scores * np.float32(options.scale / math.log(2))
-    # tanh(x) = 1 - 2 / (exp(2 * x) + 1). The instruction for tanh is less precise.
+    # Compute tanh(x) as 1 - 2 / (exp(2 * x) + 1), because the GPU's instruction for tanh is less
+    # precise.
     squared = jnp.exp2(scores * np.float32(2 * options.scale / (options.soft_cap * math.log(2))))
     return np.float32(options.soft_cap / math.log(2)) * (1 - 2 / (squared + 1))
 
@@ -469,7 +472,7 @@ def _store(outputs: _Outputs, copies: TileCopies, results: list[_Result]) -> Non
     """Store the output and the log-sum-exp of a sequence in GPU memory."""
     shared, size, sequence = copies.shared, copies.sizes.slice_size, copies.part.sequence
     _arrange(shared, results)
-    # In this layout, each warp holds two of the 8 rows.
+    # In this layout, each of the four warps holds two of the 8 rows.
     tiling = plgpu.Tiling(((4, 32), (1,)))
     layout = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
     for columns in range(len(results)):

@@ -69,14 +69,16 @@ from paged_jax.kernels.mosaic_gpu.query_tiles import (
 from paged_jax.kernels.pool_format import is_quantised
 from paged_jax.kernels.ragged_chunks import Chunks, find_rows
 
-# Registers per thread of a computing warpgroup, and of the copying warpgroup: if it only copies; if
-# it also converts; and if it converts the widest heads. With the widest heads, the computing
+# Each pair is the number of registers per thread of the computing warpgroups and of the copying
+# warpgroup. The first pair is used if the copying warpgroup only copies, the second pair if it also
+# converts elements, and the third pair if it converts the widest heads, for which the computing
 # warpgroups need more registers for their outputs.
 _REGISTERS, _CONVERTING_REGISTERS, _WIDE_CONVERTING_REGISTERS = (232, 40), (208, 96), (216, 80)
 
 _MAX_HEAD = 256
 
-# Initial peak of the softmax. With -inf, ``peak - new_peak`` would be NaN before the first token.
+# Initial peak (largest score so far) of the softmax. If it were -inf, ``peak - new_peak`` would be
+# NaN before the first token.
 _LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -167,7 +169,7 @@ def _attend_to_chunks(
     N, B, n = args.q.shape[0], len(args.context_lens), sizes.tile_tokens
     counts = lax.div(chunks.lens + (n - 1), jnp.int32(n))
     ends = jnp.cumsum(counts, dtype=jnp.int32)
-    # Maximum number of tiles: at most one tile per sequence is partly empty.
+    # Use the maximum number of tiles. At most one tile per sequence is partly empty.
     program = jnp.arange(N // n + min(B, N), dtype=jnp.int32)
     sequence = jnp.sum(ends[None] <= program[:, None], axis=1, dtype=jnp.int32)
     is_there, sequence = sequence < B, jnp.minimum(sequence, B - 1)
@@ -320,7 +322,8 @@ def _compute(
         + warpgroup * ROWS
     )
     token, head = (f(row, jnp.full_like(row, sizes.tile_tokens)) for f in (lax.rem, lax.div))
-    # Position of the query of each row; -1 in rows without a query, so that they see no token.
+    # Compute the position of the query of each row. Rows without a query get -1, so that they see
+    # no token.
     position = jnp.where(token < tile.num_queries, token + tile.first, -1)
 
     def fold(step, softmax, *, is_masked):
@@ -338,7 +341,7 @@ def _compute(
         softmax, weights = _weigh(softmax, scores, unit)
         plgpu.barrier_wait(shared.v_full.at[slot])
         if shared.v_scale is not None:
-            # Scales of unused tokens may be NaN, and 0 * NaN is NaN.
+            # The scales of unused tokens may be NaN. Replace them by 0, because 0 * NaN is NaN.
             scales = _load_scales(shared.v_scale, step, weights)
             weights *= jnp.where(weights == 0, 0.0, scales) if is_masked else scales
         out = instructions.warpgroup_mma_add(
@@ -396,7 +399,8 @@ def _scale(scores: jax.Array, options: Options) -> tuple[jax.Array, float]:
     The product is the scaled and capped score times log2(e).
     """
     if options.soft_cap is not None:
-        # tanh(x) = 1 - 2 / (exp(2 * x) + 1). The instruction for tanh is less precise.
+        # Compute tanh(x) as 1 - 2 / (exp(2 * x) + 1), because the GPU's instruction for tanh is
+        # less precise.
         factor = np.float32(2 * options.scale / (options.soft_cap * math.log(2)))
         return 1 - 2 / (jnp.exp2(scores * factor) + 1), options.soft_cap / math.log(2)
     unit = options.scale / math.log(2)

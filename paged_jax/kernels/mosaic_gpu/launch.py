@@ -29,10 +29,11 @@ try:
 except ImportError:
     pass
 
-# Major versions of the compute capabilities that the kernels are compiled for.
+# The kernels are compiled for compute capabilities with these major versions.
 _MAJOR_VERSIONS = (9, 10)
 
-# Maximum bytes of shared memory of a thread block on these GPUs, without the part that Pallas uses.
+# Maximum bytes of shared memory that a thread block can use on these GPUs, in addition to the
+# shared memory that Pallas uses.
 MAX_SHARED_MEMORY = 220 * 1024
 
 # A bulk copy moves a box, that is, a rectangular part of an array. A box has at most `MAX_BOX`
@@ -112,8 +113,8 @@ def launch(
     )
 
     def run(arguments: Sequence[jax.Array], updated: Sequence[jax.Array]) -> Any:
-        # The kernel updates refs, which need initial values. `run_state` returns their final
-        # values. XLA removes these zeros.
+        # The kernel writes its outputs to refs, which need initial values. `run_state` returns the
+        # final values of the refs. XLA removes these zeros from the program.
         blank = [jnp.zeros(out.shape, out.dtype) for out in outputs]
 
         def update(refs: tuple[Sequence[Any], Sequence[Any]]) -> None:
@@ -215,10 +216,10 @@ def _count(counter_ref: Any, count_ref: Any) -> None:
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import llvm
 
-        # Partial results were stored by bulk copies. The proxy fence orders these copies before the
-        # loads of other threads. Thread 0 increments the counter between two barriers: all threads
-        # have stored their results before the first barrier, and no thread loads results before the
-        # second barrier.
+        # Bulk copies have stored the partial results. The proxy fence orders these copies before
+        # the loads of other threads. Thread 0 increments the counter between two barriers, because
+        # all threads have stored their results before the first barrier, and no thread loads
+        # results before the second.
         utils.warpgroup_barrier()
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),
@@ -236,8 +237,8 @@ def _count(counter_ref: Any, count_ref: Any) -> None:
     count(counter_ref, count_ref)
 
 
-# Unit of a 128-byte swizzle of an array in shared memory: number of rows, and number of 16-bit
-# elements in each row.
+# A 128-byte swizzle permutes units of an array in shared memory. A unit has `TILE_ROWS` rows with
+# `TILE_LANES` 16-bit elements each.
 TILE_ROWS, TILE_LANES = 8, 64
 
 
@@ -265,7 +266,8 @@ def swizzled(shape: tuple[int, ...], dtype: Any, lanes: int = TILE_LANES) -> Any
 
 def widen(x: jax.Array, dtype: Any) -> jax.Array:
     """Convert int8 or e4m3 numbers to bfloat16 or float16, which represent them exactly."""
-    # GPUs convert these two pairs in few instructions. Other pairs take two steps.
+    # GPUs convert int8 to bfloat16, and float8 to float16, in few instructions. Any other pair of
+    # dtypes takes two steps.
     near = jnp.bfloat16 if x.dtype == jnp.int8 else jnp.float16
     x = x.astype(near)
     return x if dtype == near else x.astype(jnp.float32).astype(dtype)

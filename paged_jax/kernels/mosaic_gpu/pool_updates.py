@@ -48,7 +48,8 @@ WARP_LANES = 32
 # more than `_TILE_ELEMENTS` elements, each warp holds a single row instead.
 _ROW_TILE, _TILE_ELEMENTS = 16, 4096
 
-# Maximum bytes of a row of a block, and maximum bytes of a bulk copy, in `copy_blocks`.
+# In `copy_blocks`, a row of a block has at most `_COPY_ROW` bytes, and a bulk copy at most
+# `_COPY_BYTES` bytes.
 _COPY_ROW = 512
 _COPY_BYTES = 32 * 1024
 
@@ -100,8 +101,8 @@ def write(args: WriteArgs, interpret: Interpret = False) -> Pools:
     for x, pool in zip(new, updated, strict=False):
         pieces = []
         for _, size in _pieces(x.shape[2]):
-            # The kernel casts multiples of 128 elements, so the arrays may have additional, unused
-            # rows.
+            # The kernel casts a multiple of 128 elements at a time, so the arrays may need
+            # additional, unused rows.
             rows = _THREADS // math.gcd(_THREADS, size)
             if pools.is_quantised:
                 rows = rows_in_registers(*x.shape[1:])
@@ -204,8 +205,7 @@ def _write_kernel(layer_ref, blocks_ref, offsets_ref, *refs, num_halves):
 
     @pl.when(is_kept(*place, pool_refs[0].shape))
     def _():
-        # Each range of lanes (`_pieces`) has its own bulk copy. All of them are started before the
-        # first wait.
+        # Start the bulk copies of all ranges of lanes (`_pieces`) before waiting for the first one.
         for new_ref, half in zip(new_refs, halves, strict=True):
             for lanes, loaded in zip(_pieces(new_ref.shape[2]), half.loaded, strict=True):
                 source = new_ref.at[token, :, pl.ds(*lanes)]
@@ -256,7 +256,7 @@ def padded_rows(num_rows: int, width: int) -> int:
 def row_layout(width: int) -> Any:
     """Return a register layout for rows of `width` elements: each warp holds whole rows."""
     vector = math.gcd(width // WARP_LANES, 4)
-    # The dimensions of a tile of the layout are: row (one for each warp), thread, and elements of a
+    # A tile of the layout has three dimensions: rows (one per warp), threads, and elements per
     # thread.
     tiling = plgpu.Tiling(((_WARPS, WARP_LANES * vector), (vector,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
@@ -293,7 +293,7 @@ def _copy_kernel(sources_ref, targets_ref, *refs, num_layers, num_blocks):
         refs[-(len(refs) // 2) :],
     )
     pair, layer = (f(lax.axis_index("copy"), jnp.int32(num_layers)) for f in (lax.div, lax.rem))
-    # No target is also a source, so the order of the thread blocks does not matter.
+    # No target block is also a source block, so the order of the thread blocks does not matter.
     source, target = sources_ref[pair], targets_ref[pair]
     is_copy = (source >= 0) & (source < num_blocks) & (target >= 0) & (target < num_blocks)
 

@@ -26,15 +26,16 @@ from paged_jax.kernels.mosaic_gpu.launch import (
     swizzled,
 )
 
-# Number of rows of a `wgmma` instruction, of warpgroups that compute, and of rows of a tile.
+# A `wgmma` instruction has `ROWS` rows. There are `CONSUMERS` warpgroups that compute, so a tile
+# has `TILE` rows.
 ROWS = 64
 CONSUMERS = 2
 TILE = CONSUMERS * ROWS
 
 _MAX_STAGES = 4
 
-# For 8-bit pools: number of loop steps whose converted tiles the ring buffers hold, and maximum
-# number of pieces in the ring buffer of pieces that are not converted yet.
+# For 8-bit pools, the ring buffers of converted tiles hold `_CONVERTED_STAGES` loop steps. The ring
+# buffer of pieces that are not converted yet holds at most `_MAX_STAGED` pieces.
 _CONVERTED_STAGES, _MAX_STAGED = 2, 6
 
 
@@ -72,15 +73,16 @@ class PrefillSizes(NamedTuple):
             return pl.cdiv(T, _count_tokens(heads)) * (G // heads)
 
         divisors = [size for size in range(1, TILE // TILE_ROWS + 1) if G % size == 0]
-        # Choose the fewest tiles. If several choices give this number, prefer more heads and fewer
-        # tokens, because fewer steps are then masked.
+        # Choose the number of heads that gives the fewest tiles. If several numbers do, take the
+        # largest of them: a tile then has fewer tokens, so that fewer loop steps are masked.
         heads = min(divisors, key=lambda size: (num_tiles(size), -size))
         step_tokens = 128 if D <= 128 else 64
         stage, free = 2 * step_tokens * D * 2, MAX_SHARED_MEMORY - TILE * D * 2
         stages, staged = min(free // stage, _MAX_STAGES), 0
         if is_narrow:
             stages = _CONVERTED_STAGES
-            # Bytes of a piece, and an upper bound of its share of the two ring buffers of scales.
+            # Compute the bytes of a piece, including an upper bound of its share of the two ring
+            # buffers of scales.
             piece = step_tokens * (_piece_size(D) + 2 * 4 * stages)
             staged = min((free - stages * stage) // piece, _MAX_STAGED)
         return cls(heads, _count_tokens(heads), step_tokens, stages, staged, C, D)
@@ -130,7 +132,7 @@ def _count_tokens(heads: int) -> int:
 
 def _piece_size(head_dim: int) -> int:
     """Return the number of lanes (elements) of a piece of an 8-bit key or value."""
-    # Converting larger pieces would spill registers if heads are wide.
+    # For wide heads, converting larger pieces would spill registers.
     is_wide = head_dim > 2 * TILE_LANES
     return TILE_LANES if is_wide or head_dim % (2 * TILE_LANES) else 2 * TILE_LANES
 
@@ -264,9 +266,11 @@ class PrefillTiles(NamedTuple):
         full, value_dtype, scale = copied, dtype, None
         staged = is_staged = is_scaled = None
         if is_narrow := sizes.num_staged > 0:
-            # The copying warpgroup arrives once, after it has converted a tile.
+            # The copying warpgroup arrives at the barrier once per tile, after it has converted the
+            # tile.
             full = functools.partial(plgpu.Barrier, num_arrivals=1)
-            # The products of weights and scales may exceed the range of float16.
+            # Use bfloat16, because the products of softmax weights and scales may exceed the range
+            # of float16.
             value_dtype, size = jnp.bfloat16, sizes.pieces[0][1]
             staged = swizzled((sizes.num_staged, T, size), pools.dtype, size)
             is_staged = copied(num_barriers=sizes.num_staged)

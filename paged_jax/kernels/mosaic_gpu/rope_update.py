@@ -80,8 +80,8 @@ class _QueryBoxes(NamedTuple):
     @property
     def num_heads(self) -> int:
         """Number of heads that the bulk copy of a box reads."""
-        # The copy of all queries of a KV head also reads its key and value, because the compiler
-        # can only tile a box that spans whole dimensions of ``[K, G + 2, D]``.
+        # A box that holds all queries of a KV head also holds its key and value, because the
+        # compiler can only tile a box that spans whole dimensions of ``[K, G + 2, D]``.
         return self.num_queries + 2 * (self.group_size > self.num_kv_heads)
 
     def place(self, box: int) -> tuple[Any, Any]:

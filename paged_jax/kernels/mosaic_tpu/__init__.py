@@ -70,7 +70,7 @@ from paged_jax.kernels.weight_formats import Weight
 __all__ = ["MosaicTpu", "refusal"]
 
 
-# Mosaic cannot compile the attention kernels for these TPUs, which have no gather over sublanes.
+# Mosaic cannot compile the attention kernels for these TPUs, which lack a gather over sublanes.
 _OLD_GENERATIONS = re.compile(r"TPU v[2-4]\b")
 
 
@@ -93,8 +93,7 @@ def _device_refusal() -> str | None:
 @functools.cache
 def _first_tpu_kind() -> str:
     """Return the device kind of the first TPU of this process, or "" if there is none."""
-    # `jax.local_devices` initialises all backends of JAX. It is called only if one of them may be a
-    # TPU.
+    # `jax.local_devices` initialises all backends of JAX. Call it only if there may be a TPU.
     platforms = jax.config.jax_platforms or "tpu"  # pyright: ignore[reportAttributeAccessIssue]
     if "tpu" not in platforms.split(",") or importlib.util.find_spec("libtpu") is None:
         return ""
@@ -144,7 +143,8 @@ def _prefill(
     sequences each.
     """
     B, M = args.block_tables.shape
-    step = max(MAX_SCALARS // (M + 2), 1)  # scalar memory also holds two lengths per sequence
+    # the 2 is for the two lengths of each sequence, which are in scalar memory too
+    step = max(MAX_SCALARS // (M + 2), 1)
     if B <= step:
         return _call_kernel(args, options, interpret)
     parts = []
@@ -198,7 +198,8 @@ def _call_kernel(
             ),
         ),
         compiler_params=pltpu.CompilerParams(
-            # Run grid steps in order, because each grid step copies the first tile of the next one.
+            # Run the grid steps in order ("arbitrary"), because each grid step starts to copy the
+            # first tile of the next one.
             dimension_semantics=("arbitrary",),
             vmem_limit_bytes=VMEM_BYTES,
         ),
@@ -269,8 +270,8 @@ def _gather_scales(
     """
     _, P, K, C = scale.shape
     B, M = block_tables.shape
-    # XLA changes the layout for this reshape, after which the scales of a block are one row. If the
-    # layer is sliced out first, XLA copies only the scales of this layer.
+    # Slice the layer out first. For the reshape, after which the scales of a block are one row, XLA
+    # changes their layout, and it then copies only the scales of this layer.
     own = lax.dynamic_index_in_dim(scale, layer, keepdims=False).reshape(P, K * C)
     rows = jnp.clip(block_tables, 0, P - 1)
     gathered = own.at[rows].get(mode="promise_in_bounds")

@@ -35,19 +35,20 @@ except ImportError:
 
 _gmm: Any = None
 try:
-    # Import the module by its name, because the package also has a function called `gmm`.
+    # Import the module `gmm` by its full name, because its package also has a function called
+    # `gmm`.
     _gmm = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm").gmm
 except (ImportError, AttributeError):
     pass
 
-# Tile sizes of JAX's attention kernel: tokens in a tile of queries (the kernel's default), and
-# bytes of a tile of keys and values (VMEM holds two tiles). They are always passed to the kernel,
-# because it would query the local TPU to find its defaults.
+# Tile sizes of JAX's attention kernel: number of tokens in a tile of queries (the kernel's
+# default), and bytes of a tile of keys and values (VMEM holds two such tiles). Always pass the
+# sizes to the kernel, because it would otherwise query the local TPU to find its defaults.
 _TILE_QUERIES = 32
 _TILE_BYTES = 4 << 20
 
-# Tile sizes of the grouped matmul. The number of rows of `x` is a multiple of 16, because a
-# register of the narrowest dtype has 16 rows. A tile of weights and a tile of `x` have at most 2
+# Tile sizes of the grouped matmul. The number of rows of `x` must be a multiple of 16, because a
+# register holds 16 rows of the narrowest dtype. A tile of weights and a tile of `x` have at most 2
 # MiB each, because the 16 MiB of VMEM hold two of each.
 _GROUPED_ROWS, _MAX_GROUPED_ROWS = 16, 128
 _GROUPED_TILE_BYTES = 2 << 20
@@ -85,7 +86,7 @@ def ragged_refusal(problem: Problem) -> str | None:
 def attend_ragged(args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
     """Run a ragged batch in JAX's kernel. The log-sum-exp is NaN, because it returns none."""
     chunks = find_chunks(args)
-    # Work around the defects of JAX's kernel: leave out sequences after the last sequence with
+    # Work around two defects of JAX's kernel: leave out all sequences after the last sequence with
     # queries, and give each sequence at least one token.
     index = jnp.arange(len(chunks.lens), dtype=jnp.int32)
     num_sequences = jnp.max(jnp.where(chunks.lens > 0, index + 1, 0), keepdims=True)

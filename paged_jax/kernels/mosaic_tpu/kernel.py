@@ -18,29 +18,31 @@ from jax.experimental.pallas import tpu as pltpu
 from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.pool_format import LANES
 
-# Maximum number of words of scalar memory for block tables and lengths. A TPU has 2**18 words.
+# Maximum number of 32-bit words of scalar memory for block tables and lengths. A TPU has 2**18
+# words.
 MAX_SCALARS = (1 << 18) - (1 << 13)
 
 # Bytes of VMEM that a kernel may use. TPUs from v5e to 7x have at least 64 MiB. The compiler's
 # default is 16 MiB.
 VMEM_BYTES = 48 << 20
 
-# Bytes of a tile of keys, and of a tile of values. They are copied while another tile is computed.
-# A TPU v6e reads such a tile in about half a microsecond (1.6 TB/s), and the latency of a copy is
-# about one microsecond.
+# Bytes of a tile of keys, and also of a tile of values. A tile is copied while another tile is
+# computed. A TPU v6e reads such a tile in about half a microsecond (1.6 TB/s), and the latency of a
+# copy is about one microsecond.
 _TILE_BYTES = 1 << 20
 # Maximum number of tokens in a tile of keys. Longer tiles waste more work on short contexts.
 _MAX_KEYS = 512
-# Maximum number of rows in a tile of queries. With R rows, the matmuls take R operations for each
-# byte of a bfloat16 pool. In the time to read a byte, a TPU v6e can do 560 operations, and a v5e
-# 240.
+# Maximum number of rows (R) in a tile of queries. The matmuls take R operations for each byte of a
+# bfloat16 pool. In the time that it takes to read a byte, a TPU v6e can do 560 operations, and a
+# TPU v5e 240.
 _MAX_ROWS = 512
-# Maximum bytes of the float32 outputs of a tile of queries. VMEM holds keys and values, the queries
-# and outputs of two grid steps, and the state of the softmax.
+# Maximum bytes of the float32 outputs of a tile of queries. VMEM also holds keys and values, the
+# queries and outputs of two grid steps, and the state of the softmax.
 _ACCUMULATOR_BYTES = 2 << 20
 
-# Score of a masked token, and initial peak of a row. The peak is finite, so that exp(_UNSEEN -
-# peak) is 0, not NaN, in a row that has seen no token yet.
+# `_UNSEEN` is the score of a masked token, and `_LEAST_PEAK` the initial peak (largest score) of a
+# row. The peak is finite, so that exp(_UNSEEN - peak) is 0, not NaN, in a row that has seen no
+# token yet.
 _UNSEEN = float("-inf")
 _LEAST_PEAK = float(np.finfo(np.float32).min)
 
@@ -98,7 +100,7 @@ def choose_tiling(T: int, G: int, M: int, k_pool: Any) -> AttentionTiling:
     """
     *_, K, C, lanes = k_pool.shape
     rows = min(_MAX_ROWS, _ACCUMULATOR_BYTES // (K * lanes * 4))
-    # Take a multiple of 16 tokens, so that the rows fill bfloat16 registers.
+    # Use a multiple of 16 tokens, because a bfloat16 register has 16 rows.
     queries = min(T, max(rows // G // 16, 1) * 16)
     keys = _TILE_BYTES // (K * lanes * k_pool.dtype.itemsize)
     keys = min(keys, _MAX_KEYS, M * C + LANES - 1) // LANES * LANES
@@ -119,18 +121,18 @@ class PoolRefs(NamedTuple):
     first elements of the keys.
     """
 
-    k: Any  # [L, P, K, C, lanes]; as buffer [2, K, N, lanes]
+    k: Any  # pool [L, P, K, C, lanes], or buffer [2, K, N, lanes]
     v: Any
-    k_scale: Any = None  # f32 [B, K, M * C]; as buffer [2, K, N]
+    k_scale: Any = None  # f32 scales of all sequences [B, K, M * C], or buffer [2, K, N]
     v_scale: Any = None
 
 
 class SoftmaxRefs(NamedTuple):
     """State of the online softmax in VMEM, over the tokens seen so far."""
 
-    peak: Any  # f32 [K, R, 1], largest score
-    total: Any  # f32 [K, R, 1], sum of exp(score - peak)
-    out: Any  # f32 [K, R, U], sum of exp(score - peak) * value
+    peak: Any  # f32 [K, R, 1], the largest score
+    total: Any  # f32 [K, R, 1], the sum of exp(score - peak)
+    out: Any  # f32 [K, R, U], the sum of exp(score - peak) * value
 
 
 class _Scalars(NamedTuple):
@@ -172,8 +174,8 @@ def attention_kernel(
     out_ref,  # [K, R, U]
     lse_ref,  # f32 [K, R]
     buffers: PoolRefs,
-    semaphores,  # [2, 4], one for each slot and buffer
-    slot_ref,  # i32 [1], slot of the first tile; each grid step sets it for the next grid step
+    semaphores,  # [2, 4], one semaphore for each slot of each of the four buffers
+    slot_ref,  # i32 [1], the slot of the first tile; each grid step sets it for the next one
     softmax: SoftmaxRefs,
     *,
     tiling: AttentionTiling,
@@ -188,8 +190,8 @@ def attention_kernel(
     here = _span(grid_step, scalars, tiling, options)
     following = _span(jnp.minimum(grid_step + 1, last_grid_step), scalars, tiling, options)
     first_index = div(here.begin, tiling.keys)
-    # Always loop over at least one tile, which may be empty, because the loop also copies the first
-    # tile of the next grid step.
+    # Loop over at least one tile, even if it is empty, because the loop also starts to copy the
+    # first tile of the next grid step.
     num_tiles = jnp.maximum(_ceil_div(here.end, tiling.keys) - first_index, 1)
     copy_tile = functools.partial(
         _copy_tile,
@@ -256,7 +258,7 @@ def div(a, b: int):
     Python's operator also handles signs. To lower the sign of a number, Mosaic queries the local
     TPU, even on a machine without a TPU (jax 0.10.2).
     """
-    return lax.div(a, np.int32(b))  # a Python int would be 64 bits wide under jax_enable_x64
+    return lax.div(a, np.int32(b))  # With jax_enable_x64, a Python integer would be 64 bits wide.
 
 
 def _ceil_div(a, b: int):
@@ -352,7 +354,7 @@ def _fold(
     dtype = jnp.float32 if is_float32 else jnp.bfloat16  # exact for int8 and fp8
 
     def fold_head(h, _):
-        # Lanes from D on are padding, and may be NaN.
+        # Use only the first D lanes. The others are padding, which may be NaN.
         k = buffers.k[slot, h, :, :D].astype(dtype)
         if buffers.v is None:
             v, v_scale = k[:, : softmax.out.shape[2]], buffers.k_scale
@@ -373,8 +375,8 @@ def _fold(
             weights_RN *= jnp.where(is_token, v_scale[slot, pl.ds(h, 1)], 0)
         softmax.out[h] = softmax.out[h] * rescale + _weighted_sum(weights_RN, v)
 
-    # With few rows, as in decode, one head does not use all compute units. The loop is then
-    # unrolled, so that the compiler overlaps several heads.
+    # With few rows, as in a decode, the computation of one head does not use all compute units. The
+    # loop is then unrolled, so that the compiler overlaps several heads.
     lax.fori_loop(0, K, fold_head, None, unroll=R <= 16)
 
 

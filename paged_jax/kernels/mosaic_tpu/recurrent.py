@@ -47,13 +47,13 @@ from paged_jax.kernels.mosaic_tpu.kernel import MAX_SCALARS, div
 from paged_jax.kernels.opaque_call import only_on
 from paged_jax.kernels.pool_format import LANES, SUBLANES
 
-# Maximum bytes of the states of a grid step. VMEM holds four such blocks: two that are read, and
-# two that are written. A TPU v6e copies a block in 0.7 microseconds (computed from 1.6 TB/s, not
-# measured).
+# Maximum bytes of the block of states that a grid step reads or writes. VMEM holds four such
+# blocks: two that are read, and two that are written. A TPU v6e copies a block in 0.7 microseconds
+# (computed from 1.6 TB/s, not measured).
 _BLOCK_BYTES = 1 << 20
 # Maximum bytes of the state of a head.
 _MAX_HEAD_BYTES = 2 << 20
-# Maximum number of heads of a grid step, because the loop over them is unrolled.
+# Maximum number of heads of a grid step. It is limited because the loop over the heads is unrolled.
 _MAX_HEADS = 32
 
 
@@ -137,7 +137,8 @@ def advance_rows(step: StateStep, interpret: Interpret = False) -> tuple[jax.Arr
                 pltpu.SemaphoreType.DMA((2,)),
             ),
         ),
-        # Run grid steps in order, because a row may write the entry that the rows before it read.
+        # Run the grid steps in order ("arbitrary"), because a row may write to an entry that the
+        # rows before it read.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
         input_output_aliases={len(scalars) + len(arrays): 1},
         interpret=interpret,
@@ -208,7 +209,7 @@ def _order_rows(rows: StateRows) -> tuple[jax.Array, ...]:
     is_entry = (rows.sources >= 0) & (rows.sources < P)
     is_same_BB = (rows.sources[:, None] == rows.sources[None]) & is_entry[None]
     first = jnp.min(jnp.where(is_same_BB, index[None], B), axis=1)
-    # Rows with the same source have the same `first` row. It is B for rows without a source.
+    # `first` is the first row with the same source. For a row without a source, it is B.
     key = 2 * first + (rows.entries == rows.sources)
     is_before_BB = (key[None] < key[:, None]) | (
         (key[None] == key[:, None]) & (index[None] < index[:, None])

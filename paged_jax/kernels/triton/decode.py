@@ -245,7 +245,7 @@ def _attend(
     )
     sinks = None
     if sinks_ref is not None:
-        # A sink counts once per sequence, in the first part.
+        # Only the first part of a sequence includes the sink, so that it counts once.
         sinks = plgpu.load(sinks_ref.at[heads], mask=is_row & (part.index == 0), other=-jnp.inf)
     is_rest = None if num_copies == 1 else rows >= num_rows
     softmax = _fold_part(q, num_arrays, sinks, is_rest, part, kv, options, split, instructions)
@@ -274,7 +274,7 @@ def _store(
     plgpu.store(lse_ref.at[place, heads], lse, mask=is_row)
 
 
-# An mma instruction in half precision multiplies 16 rows, even if some are padding.
+# An mma instruction in half precision always multiplies 16 rows, even if some of them are padding.
 _MMA_ROWS = 16
 
 
@@ -291,7 +291,8 @@ def _choose_rows(group: int, dtype: Any) -> tuple[int, int]:
     num_rows = tiles.num_rows(group)
     if dtype == jnp.float32 or 2 * num_rows > _MMA_ROWS:
         return num_rows, 1
-    # Always fill 16 rows. With fewer rows, each matmul would copy registers to pad them.
+    # Use two copies of 8 rows, even for smaller groups. With fewer than 16 rows, each matmul would
+    # copy registers to pad them.
     return _MMA_ROWS // 2, 2
 
 
@@ -389,14 +390,15 @@ def _load_tile(
     return tuple(array.astype(dtype) for array in arrays)
 
 
-# Number of elements of partial outputs that a merge loads at a time: 64 for each of 128 threads.
-# These are 16 parts of 4 heads of 128 lanes. For heads wider than 128 lanes, and for float32, a
-# merge loads half of this, because the sums take more registers. With more elements, only two
-# program instances would fit an SM, not three.
+# Number of elements of partial outputs that a merge loads at a time, 64 for each of 128 threads.
+# For example, it loads 16 parts of 4 heads of 128 lanes. For heads wider than `_WIDE` lanes, and
+# for float32, a merge loads half of this number, because the sums take more registers. If it loaded
+# more, only two program instances would fit an SM, not three.
 _MERGE_TILE = 8192
 _WIDE = 128
 
-# Initial peak of a merge. With -inf, ``peak - new_peak`` would be NaN if no part has seen a token.
+# Initial peak (largest score so far) of a merge. If it were -inf, ``peak - new_peak`` would be NaN
+# if no part has seen a token.
 _LOWEST = float(np.finfo(np.float32).min)
 
 

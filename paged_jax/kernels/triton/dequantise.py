@@ -29,10 +29,11 @@ from jax import lax
 from paged_jax.kernels.triton.pallas import plgpu, run_ptx
 from paged_jax.kernels.weight_formats import CODES, PACKED_BYTES, PACKED_INPUTS, WeightFormat
 
-# Dtypes of a matmul that tensor cores support.
+# For matmuls of these dtypes, the kernel uses tensor cores.
 DTYPES = ("bfloat16", "float16")
 
-# Group sizes must be a multiple of this number, because a tensor core instruction has 16 inputs.
+# Group sizes must be a multiple of this number, because a tensor core instruction multiplies 16
+# inputs.
 SMALLEST_GROUP = 16
 
 
@@ -97,7 +98,8 @@ class TileFormat(NamedTuple):
         columns = jnp.arange(self.columns, dtype=jnp.int32)
         if not self.weight.is_packed:
             return columns
-        # With divisions, Triton recognises runs of 16 consecutive inputs, and uses wide loads.
+        # Compute the indices with divisions, from which Triton recognises runs of 16 consecutive
+        # inputs, so that it uses wide loads.
         size = jnp.full_like(columns, PACKED_BYTES)
         block, place = lax.div(columns, size), lax.rem(columns, size)
         return block * PACKED_INPUTS + half * PACKED_BYTES + place
@@ -139,7 +141,7 @@ class WeightTile(NamedTuple):
         mask = (columns < row_size)[None] if row_size % format.columns else None
         values = self._load(self.refs[0], columns, mask)
         tables = [] if format.interpret else _tables(format.weight.code, format.dtype)
-        # One look-up serves both halves.
+        # A look-up gives the table entries of both halves of each byte.
         return tuple(run_ptx(_look_up(table), [values], jnp.int16, pack=4) for table in tables) or (
             values,
         )
@@ -163,8 +165,8 @@ class WeightTile(NamedTuple):
         width = PACKED_INPUTS if format.has_scale_per_half else format.group
         count = format.step // width
         if count == 1:
-            # Load a single scale for each output, because Triton would repeat the load of a column
-            # for each element.
+            # Load a single scale for each output here. For an array with one column, Triton would
+            # repeat the load for each element.
             group = lax.div(step * format.step, jnp.int32(size))
             if format.num_inputs % format.step or format.is_prefetched:
                 group = jnp.minimum(group, ref.shape[-1] - 1)
@@ -172,7 +174,8 @@ class WeightTile(NamedTuple):
         index = jnp.arange(count, dtype=jnp.int32)
         inputs = step * format.step + index * width + half * PACKED_BYTES
         if size == width:
-            groups = step * count + index  # a division would hide consecutive groups from Triton
+            # Here, a division would hide from Triton that the groups are consecutive.
+            groups = step * count + index
         else:
             groups = lax.div(inputs, jnp.full_like(inputs, size))
         is_past_end = format.num_inputs % format.step or format.is_prefetched
@@ -271,7 +274,8 @@ class _Half(NamedTuple):
 _DTYPE_OF = {"bf16x2": jnp.bfloat16, "f16x2": jnp.float16}
 _HALVES = {"bfloat16": _Half("bf16x2", 128), "float16": _Half("f16x2", 1024)}
 
-# Offsets that are added to integers, so that they are not negative in the low byte of `_Half.base`.
+# These offsets are added to the integers of a code, so that the integers are not negative when they
+# are put into the low byte of `_Half.base`.
 _OFFSETS = {"int4": 8, "uint4": 8, "e2m1": 64}
 
 
@@ -292,7 +296,8 @@ def _look_up(numbers: list[int]) -> str:
     for word in (0, 1):
         parts.append(f"shr.u32 t, $2, {16 * word}; prmt.b32 u, {a}, {b}, t;")
         if max(numbers) < 128:
-            # Each `prmt` reads half of the table, and returns 0 for entries in the other half.
+            # Each of the two `prmt` instructions reads half of the table, and returns 0 for entries
+            # in the other half.
             parts.append(
                 f"xor.b32 t, t, 0x88888888; prmt.b32 t, {c}, {d}, t; or.b32 ${word}, u, t;"
             )
@@ -359,7 +364,8 @@ def _byte_code(code: str, kind: _Half, has_min: bool) -> str:
     """Return PTX that converts four 8-bit values, in float32."""
     lines = ["{ .reg .b32 t, u; .reg .b16 h<4>; .reg .f32 f<4>;"]
     if code == "int8":
-        # 0x4B000000 is 2**23 in float32. Flipping the sign bit of an int8 adds 128 to it.
+        # 0x4B000000 is 2**23 in float32. If a byte is put into its low bits, the number is 2**23
+        # plus the byte. Flipping the sign bit of an int8 adds 128 to it.
         lines.append("xor.b32 t, $2, 0x80808080;")
         for i in range(4):
             lines.append(f"prmt.b32 u, t, 0x4B000000, 0x744{i}; mov.b32 f{i}, u;")
@@ -386,9 +392,9 @@ def _compiled(
 ) -> jax.Array:
     code, dtype = format.weight.code, jnp.dtype(format.dtype)
     kind = _HALVES[dtype.name]
-    if code == "uint4":  # The PTX returns the value minus 8.
+    if code == "uint4":  # For this code, the PTX returns the value minus 8.
         low = scale * 8 if low is None else low + scale * 8
-    if code == "e2m1":  # The PTX returns twice the value.
+    if code == "e2m1":  # For this code, the PTX returns twice the value.
         scale = scale * 0.5
     operands = [scale] if low is None else [scale, low]
     if code in CODES:

@@ -51,24 +51,25 @@ from paged_jax.kernels.triton.dequantise import TileFormat, WeightTile
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 from paged_jax.kernels.weight_formats import BYTE_CODES, PACKED_INPUTS, Weight, WeightFormat
 
-# Maximum number of elements of an array, because the kernel computes offsets in int32.
+# Maximum number of elements of an array. It is limited because the kernel computes offsets in
+# int32.
 _MAX_ELEMENTS = 2**31 - 1
 
-# Maximum number of rows of a tile, and of a call. XLA is faster for more rows, because it converts
-# each weight once for all rows, not once for each tile of rows.
+# Maximum number of rows of `x` in a tile, and in a call. For more rows, XLA is faster, because it
+# converts each weight once for all rows, not once for each tile of rows.
 _MAX_TILE_ROWS = 64
 _MAX_ROWS = 128
 
 # Maximum number of rows of a tile of `grouped_linear`.
 _MAX_GROUPED_ROWS = 128
 
-# Number of outputs per program instance that `choose_tiling` assumes when it chooses the number of
+# `choose_tiling` assumes this number of outputs per program instance when it chooses the number of
 # parts into which the inputs are split.
 _PART_OUTPUTS = 64
 # Maximum number of parts into which the inputs are split.
 _MAX_PARTS = 8
-# Minimum number of inputs in a part. In all parts except the last, the number of inputs is a
-# multiple of `_STEP_INPUTS`.
+# `_PART_INPUTS` is the minimum number of inputs in a part. In all parts except the last, the number
+# of inputs is a multiple of `_STEP_INPUTS`.
 _PART_INPUTS = 512
 _STEP_INPUTS = 256
 
@@ -151,7 +152,8 @@ def choose_tiling(num_rows: int, w: Weight) -> MatmulTiling:
     wanted = 4 * gpu.num_cores // pl.cdiv(num_outputs, _PART_OUTPUTS)
     parts = max(1, min(wanted, num_inputs // _PART_INPUTS, _MAX_PARTS))
     if gpu.compute_capability[0] == 12 and tiling.rows > 16:
-        # The compiler of jax 0.12 would spill registers in the loop.
+        # Halve the tile for GPUs of compute capability 12, for which the compiler of jax 0.12 would
+        # otherwise spill registers in the loop.
         tiling = tiling._replace(outputs=tiling.outputs // 2)
     return tiling._replace(parts=parts)
 
@@ -242,7 +244,7 @@ def _multiply_parts(
         name="quantised_linear",
     )
     parts = call(x, (dequantise.as_bytes(w.values), w.scales, w.mins))
-    # Add the parts as slices, because XLA fuses such a sum with the operations that follow.
+    # Sum slices of the array, because XLA fuses this sum with the operations that follow.
     return functools.reduce(operator.add, (parts[i] for i in range(tiling.parts)))
 
 
@@ -259,7 +261,8 @@ def _quantised_kernel(
     outputs = pl.program_id(1) * tiling.outputs + jnp.arange(tiling.outputs, dtype=jnp.int32)
     part = pl.program_id(2)
     is_row, is_output = rows < R, outputs < N
-    # Padded outputs read the weights of the last output. Their results are not stored.
+    # Outputs past the last one are padding. They read the weights of the last output, and their
+    # results are not stored.
     tile = WeightTile(w_refs, (), jnp.minimum(outputs, N - 1), format)
     num_steps = pl.cdiv(format.num_inputs, format.step)
     size = pl.cdiv(pl.cdiv(num_steps * format.step, tiling.parts), _STEP_INPUTS)
@@ -283,7 +286,8 @@ def grouped_linear(
         format = TileFormat(w.format, K, dtype, tiling.inputs, bool(interpret))
     if w.order is not None:
         x = x[:, w.order]
-    # Each group has at most one short tile. The rows without a group are treated as one more group.
+    # Each group has at most one tile that is not full. The rows without a group are treated as one
+    # more group.
     num_tiles = R // tiling.rows + min(R, X + 1)
     call = pallas_call(
         functools.partial(_grouped_kernel, tiling=tiling, format=format),

@@ -25,7 +25,8 @@ from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.opaque_call import only_on
 
-# XLA does not compile Triton kernels for older GPUs (Turing, Volta and earlier).
+# XLA compiles Triton kernels only for GPUs with this compute capability or a higher one, that is,
+# not for Turing, Volta and earlier GPUs.
 _LEAST_CAPABILITY = (8, 0)
 
 plgpu: Any = None
@@ -61,9 +62,9 @@ def pallas_call(
     mesh = _mesh_of_device()
     if mesh is None:
         return partial(only_on, "cuda", pl.pallas_call(kernel, out_shape, **options))
-    # Make the types of the results here, under the mesh of the caller. Types made under `mesh`
-    # would differ from the types of other arrays, so that JAX would trace functions of the results
-    # again.
+    # Make the types of the results before `mesh` is set, under the mesh of the caller. Types made
+    # under `mesh` would differ from the types of other arrays, so JAX would trace functions of the
+    # results again.
     out_types = jax.tree.map(lambda out: ShapedArray(out.shape, out.dtype), out_shape)
     call = pl.pallas_call(kernel, out_types, **options)
 
@@ -147,17 +148,17 @@ def _interpreted_split_words(words: jax.Array, pool_dtype: Any) -> tuple[jax.Arr
 
 
 # PTX that converts the even and the odd elements of int8 words to float16. A register holds two
-# words, with the bytes b0 to b3. 0x6400 is 1024 in float16. If a byte is put into its low bits, the
-# number is 1024 plus the byte. Flipping the sign bit of an int8 adds 128 to it, so 0x6480 (1152) is
-# subtracted. lop3 0x6a computes ``(a & b) ^ c``.
+# words, with the bytes b0 to b3. The float16 number 1024 is 0x6400. If a byte is put into its low
+# bits, the number is 1024 plus the byte. Flipping the sign bit of an int8 adds 128 to it, so 1152
+# (0x6480) is subtracted. The instruction lop3 with 0x6a computes ``(a & b) ^ c``.
 _INT8 = (
     "{ .reg .b32 c; mov.b32 c, 0x64806480;"
     " lop3.b32 $0, $1, 0x00FF00FF, c, 0x6a; sub.rn.f16x2 $0, $0, c; }",
     "{ .reg .b32 c, t; mov.b32 c, 0x64806480; shr.u32 t, $1, 8;"
     " lop3.b32 $0, t, 0x00FF00FF, c, 0x6a; sub.rn.f16x2 $0, $0, c; }",
 )
-# The same for float8_e4m3fn. `prmt` reorders the bytes to b0, b2, b1, b3. The assembler merges the
-# two equal `prmt` instructions.
+# PTX that converts the even and the odd elements of float8_e4m3fn words to float16. `prmt` reorders
+# the bytes to b0, b2, b1, b3. The assembler merges the two equal `prmt` instructions.
 _FLOAT8 = tuple(
     "{ .reg .b16 even, odd; .reg .b32 t; prmt.b32 t, $1, 0, 0x3120; mov.b32 {even, odd}, t;"
     f" cvt.rn.f16x2.e4m3x2 $0, {turn}; }}"

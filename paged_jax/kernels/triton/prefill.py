@@ -39,9 +39,9 @@ from paged_jax.kernels.ragged_chunks import Chunks
 from paged_jax.kernels.triton import tiles, tuning
 from paged_jax.kernels.triton.pallas import Instructions, choose_instructions, pallas_call, plgpu
 
-# Minimum number of unmasked steps for which there is a separate loop without masks. A loop waits
-# for its first tile, which costs about as much as masking this number of steps (from instruction
-# counts, not measured).
+# With at least this number of unmasked steps, there is a separate loop without masks. A loop waits
+# for its first tile, which costs about as much as masking this number of steps (computed from
+# instruction counts, not measured).
 _MIN_UNMASKED_STEPS = 4
 
 
@@ -102,7 +102,7 @@ def _prefill(
     query_rows = min(params.query_rows, pl.next_power_of_2(longest * G))
     grid = (K, pl.cdiv(longest * G, query_rows), B)
     if starts is not None:
-        # Maximum number of tiles: at most one tile per sequence is partly empty.
+        # Use the maximum number of tiles. At most one tile per sequence is partly empty.
         grid = (K, longest * G // query_rows + min(B, longest))
     layers = jnp.asarray(layer, jnp.int32).reshape(1)
     return pallas_call(
@@ -177,7 +177,7 @@ def _tile_of_ragged(
     def of_sequence(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(index == sequence, x, 0), dtype=jnp.int32)
 
-    # The tiles of a sequence are computed in descending order.
+    # Program instances compute the tiles of a sequence from the last tile to the first.
     last = jnp.maximum(of_sequence(ends) - 1, program)
     sequence, query_len = jnp.minimum(sequence, B - 1), of_sequence(lens)
     return _ChunkTile(
@@ -218,7 +218,8 @@ def _attend_kernel(
     else:
         tile = _tile_of_ragged(query_lens_ref, starts_ref, G, query_rows)
     sequence, first_row = tile.sequence, tile.first_row
-    # Clip the lengths, because on a GPU an address past the end of an array raises no error.
+    # Clip the lengths to the block table, because on a GPU, an address past the end of an array
+    # raises no error.
     capacity = tables_ref.shape[1] * pools.block_size
     context_len = jnp.minimum(context_lens_ref[sequence], capacity)
     query_len = jnp.minimum(tile.query_len, context_len)
@@ -274,7 +275,8 @@ def _attend_kernel(
             instructions,
         )
         (out,), lse = tiles.finish(softmax, options)
-        # Padding rows have seen tokens too. Replace their results by 0 and -inf.
+        # Padding rows have computed results too. Replace their outputs by 0 and their log-sum-exps
+        # by -inf.
         write(jnp.where(is_query[:, None], out, 0.0), jnp.where(is_query, lse, -jnp.inf))
 
 
@@ -313,7 +315,7 @@ def _fold_keys(
         if window is not None:
             is_seen &= tokens[None] > positions[:, None] - window
         if not is_masked:
-            # Use constants, so that the compiler removes the masks.
+            # Use constant masks, so that the compiler removes them.
             is_read, is_seen = jnp.full(step_tokens, True), jnp.full((1, step_tokens), True)
         place = block_ids, tokens, is_read
         k = _load_tile("k", place, kv, dtype, instructions)
@@ -367,9 +369,9 @@ def _load_tile(
         tile = kv.load_tile(half, part, *place)
         if kv.pool_dtype.itemsize > 1:
             return tile.astype(dtype)
-        # Join the even and the odd lanes in registers. A matmul over all lanes needs fewer
-        # registers than separate matmuls over the even and over the odd lanes, which spill at 128
-        # rows and D = 128.
+        # Join the even and the odd lanes in registers. One matmul over all lanes needs fewer
+        # registers than two matmuls over the even and over the odd lanes, which would spill
+        # registers with 128 rows and D = 128.
         pairs = jnp.stack(instructions.split_words(tile, kv.pool_dtype), axis=-1)
         return pairs.reshape(tile.shape[0], -1).astype(dtype)
 

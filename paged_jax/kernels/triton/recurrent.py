@@ -40,14 +40,15 @@ from paged_jax.kernels.triton import pallas, tiles
 from paged_jax.kernels.triton.pallas import plgpu
 from paged_jax.kernels.triton.write import call_in_place
 
-# Number of elements of a state that a program instance advances, and number of its warps. Not
-# measured.
+# A program instance advances `_TILE` elements of a state, and has `_NUM_WARPS` warps. These numbers
+# were not tuned by measurements.
 _TILE, _NUM_WARPS = 4096, 4
-# Number of channels of a convolution in a program instance.
+# Number of channels of a convolution that a program instance computes.
 _CHANNELS = 512
 # Maximum number of elements of a key. With more elements, a tile would not fit the registers.
 _MAX_KEY_DIM = 512
-# Maximum number of rows, because each program instance compares the sources of all rows.
+# Maximum number of rows. It is limited because each program instance compares the sources of all
+# rows.
 _MAX_ROWS = 4096
 
 
@@ -229,8 +230,8 @@ def _convolution_kernel(
     entry, is_entry = _locate(layer_ref, sources_ref, first, num_entries)
     filters = [_load(weight_ref.at[f, i], mask).astype(jnp.float32) for i in range(width)]
     biases = [_load(ref.at[f], mask).astype(jnp.float32) for ref in bias_refs]
-    # Lanes past the last channel are past the end of the entry too, so that no lane writes the
-    # element of another lane.
+    # For lanes past the last channel, use a place past the end of the entry too, so that no lane
+    # writes the element of another lane.
     places = [jnp.where(mask, i * F + f, (width - 1) * F) for i in range(width - 1)]
     before = [_load(pool_ref.at[entry, place], mask & is_entry) for place in places]
 

@@ -41,20 +41,21 @@ from paged_jax.kernels.kv_split import divide, remainder
 from paged_jax.kernels.pool_format import Half, is_quantised, matmul_dtype
 from paged_jax.kernels.triton.pallas import Instructions, plgpu
 
-# Minimum size of the dimension that a matmul sums over: k of an mma instruction.
+# Minimum size of the dimension that a matmul sums over, which is k of an mma instruction.
 SMALLEST_DOT = 16
 
 # Maximum head dimension. Larger tiles do not fit the registers and the shared memory.
 _MAX_LANES = 256
 
-# Maximum number of elements of a key, and of a value, in latent attention. Its tiles have fewer
-# rows.
+# Maximum number of elements of a key, and of a value, in latent attention. They may be larger than
+# `_MAX_LANES`, because the tiles of latent attention have fewer rows.
 _MAX_LATENT_LANES = 640, 512
 
 FLOATING = ("float32", "bfloat16", "float16")
 
-# Initial peak of the softmax. It is finite, because -inf - (-inf) would give NaN in rows that have
-# seen no token. With this peak, all softmax weights of these rows are exp2(-inf) = 0.
+# Initial peak (largest score so far) of the softmax. It is finite, because -inf - (-inf) would give
+# NaN in rows that have seen no token. With this peak, all softmax weights of these rows are
+# exp2(-inf) = 0.
 _LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -279,9 +280,9 @@ def fit_queries(q: Any, dtype: Any) -> tuple[Any, jax.Array | None]:
     return jax.tree.map(lambda q: (q * factor[:, None]).astype(dtype), q), unit * 2.0**-15
 
 
-# Bits of float32 numbers, as integers: the mask of the exponent, and the smallest and largest
-# result of `_power_of_two`, 2**-100 and 2**126. The result for zero is 2**-100. Products with this
-# factor do not underflow. The inverses of both limits are normal numbers.
+# The bits of three float32 numbers, as integers: the mask of the exponent bits, and the smallest
+# (2**-100) and largest (2**126) result of `_power_of_two`. Its result for zero is 2**-100. Products
+# with these powers do not underflow, and their inverses are normal numbers.
 _EXPONENT, _LEAST, _GREATEST = (
     int(np.float32(x).view(np.int32)) for x in (np.inf, 2.0**-100, 2.0**126)
 )

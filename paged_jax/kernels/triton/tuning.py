@@ -81,7 +81,7 @@ class Shape(NamedTuple):
     block_size: int
     q_dtype: str
     pool_dtype: str
-    value_dim: int = 0  # number of elements of a value if it is a part of the key, else 0
+    value_dim: int = 0  # number of elements of a value if the values are parts of the keys, else 0
 
     def __str__(self) -> str:
         value = f" U{self.value_dim}" if self.value_dim else ""
@@ -99,11 +99,13 @@ def shape_of(args: AttentionArgs, options: Options) -> Shape:
     return Shape(D, group, block_size, args.q.dtype.name, pools.dtype.name, value_dim)
 
 
-Table = Mapping[str, Mapping[str, Mapping[Shape, Params]]]  # by device kind, op and shape
+# parameters by device kind, op and shape
+Table = Mapping[str, Mapping[str, Mapping[Shape, Params]]]
 
 OPS: Mapping[str, type[Params]] = {"decode": DecodeParams, "prefill": PrefillParams}
 
-# Name of an environment variable with the path of a table to read instead of `tuning.json`.
+# Name of an environment variable, which contains the path of a table to read instead of
+# `tuning.json`.
 TABLE_VARIABLE = "PAGED_JAX_TUNING"
 
 
@@ -133,7 +135,8 @@ def prefill_params(device_kind: str, shape: Shape, *, is_ragged: bool = False) -
 
 def _lanes(shape: Shape) -> int:
     """Return the number of lanes of a value in a tile."""
-    # The sizes of Triton's arrays are powers of two: a head dimension of 80 or 96 takes 128 lanes.
+    # Triton's arrays have sizes that are powers of two, so a head dimension of 80 or 96 takes 128
+    # lanes.
     return 1 << ((shape.value_dim or shape.head_dim) - 1).bit_length()
 
 
@@ -155,8 +158,8 @@ def _is_exact(shape: Shape) -> bool:
     return matmul_dtype(shape.q_dtype, shape.pool_dtype) == jnp.float32
 
 
-# Bytes of K and V that a loop step reads. Three stages of two program instances fit the 227 KB of
-# shared memory of an SM (CUDA C++ programming guide, compute capability 9.0).
+# Bytes of K and V that a loop step reads. With this number, three stages of two program instances
+# fit the 227 KB of shared memory of an SM (CUDA C++ programming guide, compute capability 9.0).
 _STEP_BYTES = 32 * 1024
 
 
@@ -176,8 +179,8 @@ def _latent_decode_rule(shape: Shape) -> DecodeParams:
 def _decode_rule(shape: Shape) -> DecodeParams:
     if shape.value_dim:
         return _latent_decode_rule(shape)
-    # With 32 lanes, kernels with steps of 128 tokens spill registers for groups of 12 query heads
-    # and an fp8 pool.
+    # Use shorter steps for 32 lanes. With steps of 128 tokens, kernels for groups of 12 query heads
+    # and an fp8 pool would spill registers.
     max_tokens = 128 if _lanes(shape) >= 64 else 64
     step_tokens = _STEP_BYTES // token_bytes(shape)
     if is_quantised(shape.pool_dtype) and not _is_exact(shape) and shape.group <= 8:
@@ -186,8 +189,8 @@ def _decode_rule(shape: Shape) -> DecodeParams:
         # excluded, because they need the registers that longer steps would take.
         step_tokens *= 2
     step_tokens = min(max(step_tokens, 16), max_tokens)
-    # The operands of float32 matmuls are in registers, and 8 warps have twice as many registers as
-    # 4.
+    # Use 8 warps for float32, because the operands of float32 matmuls are in registers, and 8 warps
+    # have twice as many registers as 4 warps.
     return DecodeParams(step_tokens, num_warps=8 if _is_exact(shape) else 4, num_stages=3)
 
 
@@ -209,15 +212,15 @@ def slice_size(shape: Shape) -> int:
     return math.ceil(shape.group / num_slices)
 
 
-# Maximum number of program instances per SM: for most groups, and for groups of more than 16 query
-# heads. The registers limit both numbers. In half precision, ptxas gives each thread of 4 warps up
-# to 168 registers. In float32, it gives each thread of 8 warps 64 registers. Tiles of 32 rows take
-# more registers and shared memory.
+# Maximum number of program instances per SM: `_MAX_LARGE_PROGRAMS` for groups of more than 16 query
+# heads, whose tiles of 32 rows take more registers and shared memory, and `_MAX_PROGRAMS` for other
+# groups. The registers limit both numbers: in half precision, ptxas gives each thread of 4 warps up
+# to 168 registers, and in float32, it gives each thread of 8 warps 64 registers.
 _MAX_PROGRAMS = 3
 _MAX_LARGE_PROGRAMS = 2
 
-# KB of shared memory of an SM, by compute capability (CUDA C++ Programming Guide). All others have
-# 228 KB.
+# Maps compute capabilities to the KB of shared memory of an SM (CUDA C++ Programming Guide). GPUs
+# with any other compute capability have 228 KB.
 _SHARED_KILOBYTES = {(8, 0): 164, (8, 6): 100, (8, 7): 164, (8, 9): 100, (12, 0): 100, (12, 1): 100}
 
 
@@ -233,7 +236,7 @@ def programs_per_core(shape: Shape, params: DecodeParams, device: GpuInfo) -> in
     step_bytes = params.step_tokens * (
         _token_lanes(shape) * jnp.dtype(shape.pool_dtype).itemsize + scale_bytes
     )
-    # Shared memory holds all stages except the current one, and 8 KB for communication between
+    # Shared memory holds all stages except the current one, and 8 KB for the communication between
     # threads.
     shared_bytes = (params.num_stages - 1) * step_bytes + 8 * 1024
     # Latent attention takes as many registers as groups of more than 16 query heads.
@@ -246,14 +249,15 @@ def _shared_kilobytes(device: GpuInfo) -> int:
     return _SHARED_KILOBYTES.get(device.compute_capability, 228)
 
 
-# Major versions of compute capabilities with 227 KB of shared memory per program instance, and with
-# matmul instructions for groups of warps. Other GPUs have 163 or 99 KB.
+# GPUs whose compute capability has one of these major versions have 227 KB of shared memory per
+# program instance, and matmul instructions for groups of warps. Other GPUs have 163 or 99 KB.
 _LARGE_ARCHITECTURES = (9, 10)
 
 
 def _prefill_rule(shape: Shape, device: GpuInfo, is_ragged: bool) -> PrefillParams:
     if shape.value_dim and not _is_exact(shape):
-        # The float32 accumulator (rows x lanes) takes 64 registers per thread.
+        # With this number of rows, the float32 accumulator (rows x lanes) takes 64 registers per
+        # thread.
         query_rows = min(max(128 * 128 // _lanes(shape), 16), 128)
         return PrefillParams(query_rows, step_tokens=32, num_warps=8, num_stages=2)
     if _is_exact(shape):
@@ -263,19 +267,19 @@ def _prefill_rule(shape: Shape, device: GpuInfo, is_ragged: bool) -> PrefillPara
     architecture = device.compute_capability[0]
     is_large = architecture in _LARGE_ARCHITECTURES
     if is_large and _lanes(shape) <= 128 and not is_quantised(shape.pool_dtype):
-        # At 128 lanes, the kernel with steps of 128 tokens takes 254 registers per thread, and 319
-        # instructions per warp for 64 tokens. With steps of 64 tokens it takes 410 instructions
-        # (SASS for compute capability 9.0). The conversion of a quantised pool would spill
-        # registers.
+        # Use steps of 128 tokens. At 128 lanes, the kernel then takes 254 registers per thread, and
+        # executes 319 instructions per warp for 64 tokens. With steps of 64 tokens, it executes 410
+        # instructions for them (SASS for compute capability 9.0). Quantised pools are excluded,
+        # because their conversion would spill registers.
         return PrefillParams(128, 128, num_warps=8, num_stages=2)
     if not is_quantised(shape.pool_dtype):
         # These sizes are based on code compiled for compute capability 8.0, 8.6, 8.9 and 12.0.
         if _lanes(shape) > 128 and _shared_kilobytes(device) <= 100:
-            # With a third stage, shared memory would exceed 99 KB by 1 KB.
+            # Use two stages, because a third stage would exceed the 99 KB of shared memory by 1 KB.
             return PrefillParams(64, 32, num_warps=8, num_stages=2)
         if is_ragged and architecture == 8 and _lanes(shape) == 128:
-            # With steps of 64 tokens, the kernel spills registers, because ragged batches need more
-            # registers.
+            # Use shorter steps than below. Ragged batches need more registers, so the kernel would
+            # spill registers with steps of 64 tokens.
             return PrefillParams(128, 32, num_warps=8, num_stages=3)
     step_tokens = min(max(_STEP_BYTES // token_bytes(shape), 16), 64)
     # With these sizes the float32 accumulator (rows x lanes) takes 64 registers per thread.

@@ -61,15 +61,15 @@ from paged_jax.kernels.pool_format import quantise_parts, query_dtype
 from paged_jax.kernels.triton import tiles
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 
-# Number of elements that a program instance writes. In a `write`, these are elements of K, and the
-# same number of elements of V: 16 rows of 128. A decode step of 128 sequences with 8 heads then has
-# 64 program instances, with 4 loads of 16 bytes in flight per thread. In a `rope_write`, they are
-# elements of `qkv`: 16 tokens of one head of 128. A decode step of 64 sequences with 32 + 2 * 8
-# heads then has 192 program instances.
+# A program instance writes `_TILE` elements. In a `write`, it writes this number of elements of K
+# and of V each, that is, 16 rows of 128 elements. A decode step of 128 sequences with 8 heads then
+# has 64 program instances, with 4 loads of 16 bytes in flight per thread. In a `rope_write`, they
+# are elements of `qkv`: 16 tokens of one head of 128 elements. A decode step of 64 sequences with
+# 32 + 2 * 8 heads then has 192 program instances.
 _TILE = 2048
 _WRITE_WARPS = 4
-# Number of 32-bit words that a program instance of `copy_blocks` moves at a time, 32 per thread: a
-# block of 16 tokens and 8 heads of 128 bfloat16 elements.
+# A program instance of `copy_blocks` moves this number of 32-bit words at a time, 32 words per
+# thread. For example, a block of 16 tokens and 8 heads of 128 bfloat16 elements has this size.
 _COPY_TILE = 8192
 _COPY_WARPS = 8
 
@@ -117,7 +117,7 @@ def write(args: WriteArgs, interpret: Interpret = False) -> Pools:
 
 def _write_kernel(layer_ref, blocks_ref, offsets_ref, *refs, num_halves, pool_shape, pool_dtype,
                   rows, lanes):  # fmt: skip
-    # New rows have a ref for K and a ref for V, or only a ref for K if `num_halves` is 1.
+    # The new rows have a ref for K and a ref for V, or only a ref for K if `num_halves` is 1.
     new_refs, pool_refs = refs[:num_halves], refs[num_halves:]
     num_new, D = new_refs[0].shape
     pool_refs = pool_refs[len(pool_refs) // 2 :]  # the outputs
@@ -157,8 +157,9 @@ def _find_rows(
     offset = plgpu.load(offsets_ref.at[token], mask=is_new, other=-1)
     is_kept = (block >= 0) & (block < P) & (offset >= 0) & (offset < C)
     is_kept &= (layer >= 0) & (layer < L)
-    # Rows that are not written get an index past the end. For a masked row, the interpreter writes
-    # the old value back to the index of the row, which could undo another write.
+    # Give rows that are not written an index past the end. A mask alone is not enough: for a masked
+    # row, the interpreter writes the old value back to the index of the row, which could undo
+    # another write.
     row = jnp.where(is_kept, ((layer * P + block) * K + head) * C + offset, L * P * K * C)
     return row, is_kept
 
@@ -190,7 +191,7 @@ def _store_rows(
         plgpu.store(scale_ref.at[row], scale, mask=is_kept)
         parts = [_as_pairs(part) for part in parts]
     for i, part in enumerate(parts):
-        width = part.shape[1]  # half of the lanes if the pool is quantised
+        width = part.shape[1]  # If the pool is quantised, this is half of the lanes.
         num_words = part_dim * width // lanes
         word = jnp.arange(width, dtype=jnp.int32)[None]
         mask = is_kept[:, None] & (word < num_words)
@@ -262,7 +263,8 @@ def _rope_write_kernel(
     q_ref, k_pool_ref, v_pool_ref, *scale_refs = refs[num_pools:]  # the outputs
     k_scale_ref, v_scale_ref = scale_refs or (None, None)
 
-    # Consecutive program instances read consecutive heads of the same tile of tokens.
+    # Number the program instances so that consecutive ones read consecutive heads of the same tile
+    # of tokens.
     head = lax.rem(pl.program_id(0), jnp.int32(num_heads))
     kv_head, place = lax.div(head, jnp.int32(G + 2)), lax.rem(head, jnp.int32(G + 2))
     token = lax.div(pl.program_id(0), jnp.int32(num_heads)) * rows
@@ -292,7 +294,7 @@ def _rope_write_kernel(
 
     @pl.when(place < G)
     def _():
-        # As in `_find_rows`, padding rows get an index past the end.
+        # Padding rows get an index past the end, for the reason explained in `_find_rows`.
         row = jnp.where(is_token, token * H + kv_head * G + place, N * H)
         for start, part in zip((0, half), rotated(norm_refs[0]), strict=True):
             numbers = q_ref.at[row[:, None], start + lane]
@@ -312,7 +314,8 @@ def _normed(
 ) -> tuple[jax.Array, jax.Array]:
     """Apply `paged_jax.kernels.norm_rope.rms_norm` to heads that are split into two halves."""
     total = jnp.sum(first * first, axis=1) + jnp.sum(second * second, axis=1)
-    # As XLA does, multiply by 1 / D instead of dividing, because Triton's division is approximate.
+    # Multiply by 1 / D instead of dividing by D, as XLA does, because Triton's division is
+    # approximate.
     factor = lax.rsqrt(total * np.float32(1 / (2 * half)) + eps)[:, None]
     w_first, w_second = (
         plgpu.load(norm_ref.at[start + lane], mask=lane < half, other=0.0).astype(jnp.float32)
@@ -341,7 +344,7 @@ def copy_blocks(args: CopyArgs, interpret: Interpret = False) -> Pools:
 
 def _copy_kernel(sources_ref, targets_ref, *pool_refs, num_blocks):
     pair, layer = pl.program_id(0), pl.program_id(1)
-    # No target is also a source, so the order of the program instances does not matter.
+    # No target block is also a source block, so the order of the program instances does not matter.
     source, target = sources_ref[pair], targets_ref[pair]
     is_copy = (source >= 0) & (source < num_blocks) & (target >= 0) & (target < num_blocks)
 

@@ -58,9 +58,9 @@ def write(args: WriteArgs) -> Pools:
 
     @without_index_checks
     def put_scale(scale: jax.Array, new: jax.Array) -> jax.Array:
-        # The scales are not flattened like the pools. On TPUs, the innermost dimension of their
-        # layout is P, so flattening would change the layout. Each dropped token gets a different
-        # index past the end.
+        # Do not flatten the scales like the pools. On TPUs, the innermost dimension of their layout
+        # is P, so flattening would change the layout. Each dropped token gets a different index
+        # past the end, because the indices must be unique.
         past = P + jnp.arange(blocks.size, dtype=jnp.int32)
         place = scale.at[layer, jnp.where(is_kept, blocks, past), :, offsets]
         return place.set(new, mode="drop", unique_indices=True)
@@ -120,8 +120,8 @@ def _set_pool_rows(pool: jax.Array, index: jax.Array, new: jax.Array) -> jax.Arr
 
     if pool.shape[2] > 1:
         return flat(pool, index, new)
-    # Do not flatten the pool on CPUs: with a single KV head, XLA would copy the rows back to the
-    # layout of a pool.
+    # On CPUs, do not flatten the pool, because with a single KV head, XLA would then copy the rows
+    # back to the layout of a pool.
     return lax.platform_dependent(pool, index, new, cpu=whole, default=flat)
 
 
@@ -137,9 +137,9 @@ def _token_rows(
     heads = jnp.arange(K, dtype=jnp.int32)
     first_heads = (layer * P + jnp.where(is_kept, blocks, 0)) * K
     rows_NK = (first_heads[:, None] + heads[None, :]) * C + offsets[:, None]
-    # Dropped rows get indices past the end of the whole pool, because block P would be in the next
-    # layer. The indices are distinct, because JAX only differentiates a scatter with unique
-    # indices.
+    # Dropped rows get indices past the end of the whole pool, because index P of a layer would be a
+    # row of the next layer. The indices are distinct, because JAX only differentiates a scatter
+    # with unique indices.
     past_NK = L * P * K * C + jnp.arange(rows_NK.size, dtype=jnp.int32).reshape(rows_NK.shape)
     return jnp.where(is_kept[:, None], rows_NK, past_NK).reshape(-1)
 

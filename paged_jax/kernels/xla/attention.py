@@ -33,23 +33,24 @@ from paged_jax.kernels.rows import take_rows
 # contexts.
 TILE = 128
 
-# Maximum number of queries of a chunk in a tile.
+# Maximum number of query tokens of a chunk in a tile.
 QUERIES = 128
 
-# Maximum number of elements of the queries in a tile. It limits only the tiles of latent attention,
-# where the query of each head is as long as a latent vector.
+# Maximum number of elements of the queries in a tile. In practice, it limits only the tiles of
+# latent attention, where the query of each head is as long as a latent vector.
 _TILE_ELEMENTS = 1 << 21
 
-# Bytes of keys (and of values) that a step of the decode loop gathers. They fit the cache of a
-# core. Steps of this size take much longer than the fixed cost of a step. Measured on 2 cores with
-# 1 MB of cache each.
+# Bytes of keys, and also of values, that a step of the decode loop gathers. They fit the cache of a
+# CPU core. They are so many that a step takes much longer than its fixed cost. This was measured on
+# 2 cores with 1 MB of cache each.
 _STEP_BYTES = 768 * 1024
 
 # Maximum number of sequences in a step of the decode loop.
 _MAX_SEQUENCES = 16
 
-# Score of masked tokens, and initial peak. It is finite, because -inf - (-inf) would make exp(score
-# - peak) NaN in rows without tokens. `_fold` sets the weights of masked tokens to 0.
+# Score of masked tokens, and initial peak (largest score so far). It is finite, because -inf -
+# (-inf) would make exp(score - peak) NaN in rows without tokens. `_fold` sets the weights of masked
+# tokens to 0.
 _LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -113,9 +114,9 @@ class _DecodeBatch(NamedTuple):
     Empty sequences are added, so that all loop steps have the same number of sequences.
     """
 
-    starts: jax.Array  # i32 [B], position of the first visible token
+    starts: jax.Array  # i32 [B], the position of the first visible token
     ends: jax.Array  # i32 [B]
-    num_tiles: jax.Array  # i32 [B], tiles that contain visible tokens
+    num_tiles: jax.Array  # i32 [B], the number of tiles that contain visible tokens
     tables: jax.Array  # i32 [B, M]
     q_BKGD: jax.Array  # f32, scaled
 
@@ -149,7 +150,8 @@ def _step_sizes(batch: int, num_kv_heads: int, head_dim: int) -> tuple[int, int]
     """Return the number of sequences in a step of the decode loop, and of tokens of each."""
     num_tokens = max(_STEP_BYTES // (num_kv_heads * head_dim * 4), TILE // 2)
     most = min(batch, _MAX_SEQUENCES, num_tokens // (TILE // 2))
-    rows = _ceil_div(batch, _ceil_div(batch, most))  # steps of equal size need the least padding
+    # loop steps of equal size need the least padding
+    rows = _ceil_div(batch, _ceil_div(batch, most))
     return rows, min(TILE, num_tokens // rows)
 
 
@@ -355,9 +357,9 @@ def _gather_blocks(
 class _RunningSoftmax(NamedTuple):
     """State of the online softmax over the tokens so far. R query rows read each KV head."""
 
-    peak: jax.Array  # f32 [..., K, R], largest score
-    total: jax.Array  # f32 [..., K, R], sum of exp(score - peak)
-    out: jax.Array  # f32 [..., K, R, U], sum of exp(score - peak) * value
+    peak: jax.Array  # f32 [..., K, R], the largest score
+    total: jax.Array  # f32 [..., K, R], the sum of exp(score - peak)
+    out: jax.Array  # f32 [..., K, R, U], the sum of exp(score - peak) * value
 
 
 def _start_softmax(
@@ -375,11 +377,12 @@ def _start_softmax(
 
 def _fold(
     softmax: _RunningSoftmax,
-    q: jax.Array,  # f32 [..., K, R, D], scaled
+    q: jax.Array,  # f32 [..., K, R, D], scaled queries
     k: jax.Array,  # f32 [..., K, N, D]
     v: jax.Array,  # f32 [..., K, N, U]
-    seen: jax.Array,  # bool [..., 1, R or 1, N]: the query attends to the token
-    valid: jax.Array,  # bool [..., 1, N]: a query attends to the token, so its value is finite
+    seen: jax.Array,  # bool [..., 1, R or 1, N]: True if the query attends to the token
+    # bool [..., 1, N]: True if any query attends to the token, so its value is finite
+    valid: jax.Array,
     soft_cap: float | None,
 ) -> _RunningSoftmax:
     """Add a tile of N tokens to a softmax."""

@@ -29,16 +29,17 @@ from paged_jax.kernels.weight_formats import (
     from_bits,
 )
 
-# Limits for `_matmul_in_halves`. XLA's CPU library does not pack the weights of a batched matmul,
-# which saves time if there are few rows. With many inputs, its batched matmul reads outside of its
-# buffers and may crash the process (jax 0.10.2: from 2048 inputs and 24 rows, or 4096 inputs and 2
-# rows; never seen for fewer inputs and up to 32 rows). A test runs matmuls at these limits.
+# Limits for `_matmul_in_halves`, which uses a batched matmul. XLA's CPU library does not pack the
+# weights of a batched matmul, which saves time if there are few rows. With many inputs, its batched
+# matmul reads outside of its buffers and may crash the process (jax 0.10.2: from 2048 inputs and 24
+# rows, or 4096 inputs and 2 rows; never seen for fewer inputs and up to 32 rows). A test runs
+# matmuls at these limits.
 _HALVES_MAX_ROWS = 16
 _HALVES_MAX_INPUTS = 1536
 
-# Maximum number of elements of a quantised weight that are converted to floats at a time. Without a
-# loop over tiles, XLA's CPU backend would convert the weights of all layers before it multiplies by
-# the first of them.
+# At most this number of elements of a quantised weight are converted to floats at a time, in a loop
+# over tiles. Without the loop, XLA's CPU backend would convert the weights of all layers before it
+# multiplies by the weights of the first layer.
 _MAX_TILE_ELEMENTS = 1 << 22
 _MAX_CPU_TILE_ELEMENTS = 1 << 18
 _MAX_GPU_TILE_ELEMENTS = 1 << 25
@@ -80,8 +81,8 @@ def _multiply_floats(x: jax.Array, w: jax.Array) -> jax.Array:
 def _multiply_quantised(x: jax.Array, w: WeightArrays, code: str) -> jax.Array:
     """Multiply rows by a quantised weight on TPUs, in the dtype of the model (`x.dtype`)."""
     if _has_row_scales(w, code):
-        # Every float dtype of `x` represents int8 and float8_e4m3fn exactly. XLA fuses the cast
-        # into the matmul.
+        # Cast the values to the dtype of `x`. Every float dtype represents int8 and float8_e4m3fn
+        # exactly, and XLA fuses the cast into the matmul.
         return _scale_outputs(_matmul(x, w.values.astype(x.dtype)), w)
 
     def multiply(x: jax.Array, w: WeightArrays) -> jax.Array:
@@ -103,7 +104,8 @@ def _multiply_on_gpu(x: jax.Array, w: WeightArrays, code: str) -> jax.Array:
     num_tiles = min(num_outputs, -(-num_outputs * num_inputs // _MAX_GPU_TILE_ELEMENTS))
     tile = -(-num_outputs // num_tiles)
 
-    # The backward pass converts each tile again, so that the floats of all tiles are not kept.
+    # Use `jax.checkpoint`, so that the backward pass converts each tile again and the floats of all
+    # tiles are not kept.
     @functools.partial(jax.checkpoint, static_argnums=2)
     def multiply(x: jax.Array, w: WeightArrays, start: int) -> jax.Array:
         part = jax.tree.map(lambda array: array[start : start + tile], w)
@@ -152,7 +154,7 @@ def _multiply_in_tiles(
         return multiply(x, w)
     bits = jax.tree.map(as_bits, w)
 
-    @jax.checkpoint  # the backward pass converts tiles again instead of keeping them
+    @jax.checkpoint  # Let the backward pass convert each tile again instead of keeping all tiles.
     def step(x: jax.Array, start: jax.Array) -> jax.Array:
         part = jax.tree.map(lambda y: lax.dynamic_slice_in_dim(y, start, tile), bits)
         return multiply(x, jax.tree.map(lambda y, z: from_bits(y, z.dtype), part, w))
@@ -336,5 +338,6 @@ def _contract(x: jax.Array, w: jax.Array, contracted: tuple[int, int]) -> jax.Ar
 
 
 def _precision(w: jax.Array) -> lax.Precision | None:
-    # By default GPUs would round float32 operands to TF32, and TPUs to bfloat16.
+    # Use the highest precision for float32. By default, GPUs would round float32 operands to TF32,
+    # and TPUs to bfloat16.
     return lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
