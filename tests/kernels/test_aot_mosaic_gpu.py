@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from paged_jax.kernels.mosaic_gpu import launch
-from paged_jax.kernels.pool_format import is_quantised
 from tests.support.aot_cases import (
     MOSAIC_DECODE,
     MOSAIC_PREFILL,
@@ -112,11 +111,7 @@ def test_prompts_are_multiplied_by_warpgroups(compilations, target, name) -> Non
     assert kernel["target"] == TARGETS[target]
     # The most that three warpgroups can have; those that compute then take them from the third.
     assert kernel["registers"] <= 168
-    case = (MOSAIC_PREFILL | MOSAIC_RAGGED)[name]
-    is_wide = is_quantised(case.pool_dtype or case.dtype) and case.D == 256
-    # Over 8-bit pools, the output of heads of 256 fills the registers: some spill outside of loops.
-    assert kernel["spills_in_loops"] == 0, kernel
-    assert kernel["spilled_bytes"] <= (128 if is_wide else 0), kernel
+    assert kernel["spills_in_loops"] == 0 and kernel["spilled_bytes"] == 0, kernel
     assert kernel["warpgroup_products"] == kernel["tensor_core_products"] > 0, kernel
     # Into and out of shared memory.
     assert kernel["bulk_copies"].keys() == {"global", "shared"}, kernel
@@ -136,8 +131,8 @@ def test_prompts_take_few_instructions(compilations, target, name, most, most_ma
     """Triton's kernel takes about 320 for 64 tokens, this one 470 for 128, for the same rows."""
     program = compiled(compilations[target], name)
     [kernel] = program["kernels"]
-    whole, masked = [n for n in kernel["loop_instructions"] if n > 100][:2]
-    assert whole <= most and masked <= most_masked, kernel["loop_instructions"]
+    whole, masked = kernel["warpgroup_loops"]
+    assert whole <= most and masked <= most_masked, kernel
     # The list of tiles, the kernel, and the transpose of the log-sum-exp.
     assert len(program["launches"]) <= 3, program["launches"]
 

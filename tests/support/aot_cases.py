@@ -191,6 +191,7 @@ MOSAIC_PREFILL: Mapping[str, Case] = _mosaic(
         ("int8, D 64", {"K": 4, "G": 8, "D": 64, "pool_dtype": "int8"}),
         ("int8, D 192", {"D": 192, "pool_dtype": "int8"}),
         ("fp8, D 256", {"D": 256, "pool_dtype": "float8_e4m3fn"}),
+        ("int8, D 256", {"D": 256, "pool_dtype": "int8"}),
         ("int8, float16", {"dtype": "float16", "pool_dtype": "int8"}),
         ("fp8, all variants", {"pool_dtype": "float8_e4m3fn", **_VARIANTS}),
     )

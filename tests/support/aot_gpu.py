@@ -202,6 +202,7 @@ def examine_listing(cubin: Path) -> dict[str, Any]:
     loops = find_loops(listing)
     return {
         "loop_instructions": [len(loop) for loop in loops],
+        "warpgroup_loops": [len(x) for x in loops if any("HGMMA" in line for line in x)],
         "spills_in_loops": sum("SpillRefill" in line for loop in loops for line in loop),
         "counting": find_counting(listing),
     }

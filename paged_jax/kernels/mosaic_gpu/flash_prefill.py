@@ -73,7 +73,7 @@ from paged_jax.kernels.ragged_chunks import Chunks, find_rows
 # warpgroup. The first pair is used if the copying warpgroup only copies, the second pair if it also
 # converts elements, and the third pair if it converts the widest heads, for which the computing
 # warpgroups need more registers for their outputs.
-_REGISTERS, _CONVERTING_REGISTERS, _WIDE_CONVERTING_REGISTERS = (232, 40), (208, 96), (216, 80)
+_REGISTERS, _CONVERTING_REGISTERS, _WIDE_CONVERTING_REGISTERS = (224, 64), (208, 96), (216, 80)
 
 _MAX_HEAD = 256
 
@@ -254,34 +254,50 @@ def _attend_kernel(
     sizes: PrefillSizes,
     instructions: GpuInstructions,
 ) -> None:
-    warpgroup, turn = lax.axis_index("warpgroup"), lax.axis_index("tile")
-    tile = QueryTile(*(inputs.work[turn, field] for field in range(len(QueryTile._fields))))
-
+    warpgroup = lax.axis_index("warpgroup")
     num_registers = _REGISTERS
     if sizes.num_staged:
         is_wide = sizes.head_dim == _MAX_HEAD
         num_registers = _WIDE_CONVERTING_REGISTERS if is_wide else _CONVERTING_REGISTERS
 
-    @pl.when(tile.is_there != 0)
-    def _():
-        @pl.when(warpgroup < CONSUMERS)
-        def _():
-            plgpu.set_max_registers(num_registers[0], action="increase")
-            _compute(inputs, shared, tile, options, sizes, instructions)
+    def compute() -> None:
+        plgpu.set_max_registers(num_registers[0], action="increase")
+        _compute(inputs, shared, _load_tile(inputs), options, sizes, instructions)
 
-        @pl.when(warpgroup == CONSUMERS)
-        def _():
-            plgpu.set_max_registers(num_registers[1], action="decrease")
-            copies = PrefillCopies(inputs, shared, tile, sizes)
-            copies.load_queries()
-            load_step = copies.load_step
-            if sizes.num_staged:
-                load_step = functools.partial(convert_step, copies=copies)
-                start_first(copies)
-            lax.fori_loop(jnp.int32(0), tile.num_steps, load_step, None)
-            drained = jnp.maximum(tile.num_steps - sizes.num_stages, 0)
-            lax.fori_loop(drained, tile.num_steps, copies.wait_for_step, None)
-            copies.store(out_ref, lse_ref)
+    def copy() -> None:
+        plgpu.set_max_registers(num_registers[1], action="decrease")
+        copies = PrefillCopies(inputs, shared, _load_tile(inputs), sizes)
+        copies.load_queries()
+        load_step = copies.load_step
+        if sizes.num_staged:
+            load_step = functools.partial(convert_step, copies=copies)
+            start_first(copies)
+        num_steps = copies.tile.num_steps
+        lax.fori_loop(jnp.int32(0), num_steps, load_step, None)
+        drained = jnp.maximum(num_steps - sizes.num_stages, 0)
+        lax.fori_loop(drained, num_steps, copies.wait_for_step, None)
+        if sizes.num_staged:
+            copies = copies._replace(tile=_load_tile(inputs))
+        copies.store(out_ref, lse_ref)
+
+    # With one condition after the other, registers of the second would be kept during the first.
+    @pl.when(_load_field(inputs, QueryTile._fields.index("is_there")) != 0)
+    def _():
+        lax.cond(warpgroup < CONSUMERS, compute, copy)
+
+
+def _load_field(inputs: AttentionInputs, field: int) -> jax.Array:
+    """Load a field of the tile of the thread block."""
+    return inputs.work[lax.axis_index("tile"), field]
+
+
+def _load_tile(inputs: AttentionInputs) -> QueryTile:
+    """Load the tile of the thread block.
+
+    Each warpgroup loads it. Fields that one loads for all take registers of each, and spill. The
+    warpgroup that converts has no register to keep fields during its loop, and loads them again.
+    """
+    return QueryTile(*(_load_field(inputs, i) for i in range(len(QueryTile._fields))))
 
 
 class _OnlineSoftmax(NamedTuple):
