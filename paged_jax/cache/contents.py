@@ -165,7 +165,8 @@ def _check_values(pools: Pools, values: Pools) -> int:
     """Check that `values` have the shapes and dtypes of `pools`; return the number of blocks."""
     if pools.is_quantised != values.is_quantised:
         raise ValueError(
-            "write_blocks: values must have scales if and only if the pools do. Pass the result of "
+            "write_blocks: values must have scales if the pools have scales, and no scales "
+            "otherwise. Pass the result of "
             "read_blocks from a cache of the same dtype."
         )
     width = values.k.shape[1] if values.k.ndim > 1 else 0

@@ -419,8 +419,8 @@ def truncate(cache: PagedCache, lengths: jax.Array, *, max_tokens: int) -> Paged
     """
     if cache.states is not None:
         raise ValueError(
-            "truncate: cache must have no states of recurrent layers, because every new token "
-            "overwrites the state, so it cannot go back to an earlier length. Fork the slot before "
+            "truncate: cache must have no states of recurrent layers. Every new token overwrites "
+            "these states, so the cache cannot return to an earlier length. Fork the slot before "
             "you append tokens that you may want to remove."
         )
     tables = [group.tables for group in cache.groups]

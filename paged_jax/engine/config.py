@@ -335,7 +335,7 @@ class EngineConfig:
                 f"{max_model_len}."
             )
         num_states = 0
-        if model_config.state_groups:  # Each slot needs a state of the recurrent layers.
+        if model_config.state_groups:  # Each slot and each snapshot needs a state.
             num_snapshots = self.max_num_seqs if self.num_snapshots is None else self.num_snapshots
             num_states = self.max_num_seqs + (num_snapshots if self.enable_prefix_caching else 0)
         has_tiles = self.backend in (None, "cpu") and attends_to_tiles(platform) and not num_states

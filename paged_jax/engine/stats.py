@@ -181,8 +181,9 @@ class MaskClock:
     # takes. If cycles with k = 1 take far too long, the period doubles up to `_LONGEST_PERIOD`, so
     # that less time is lost by trying k = 1 again.
     _PERIOD, _LONGEST_PERIOD, _SAMPLES = 128, 2048, 8
-    # Limits for the duration of a cycle, divided by its duration with k = 0: the maximum for k > 1,
-    # the maximum for k = 1, and the limit above which k = 1 takes far too long.
+    # The duration of a cycle, divided by its duration with k = 0, may be at most `_MOST` for k > 1
+    # and at most `_MOST_OF_ONE` for k = 1. Above `_FAR_TOO_LONG`, a cycle with k = 1 takes far too
+    # long.
     _MOST, _MOST_OF_ONE, _FAR_TOO_LONG = 1.05, 1.1, 1.4
 
     def __init__(

@@ -158,7 +158,8 @@ class WeightSwap:
         elif not isinstance(params, list | tuple):
             raise ValueError(
                 "update_params: params must be a model, its nnx.state, or a list of its leaves, "
-                f"got {type(params).__name__}. Pass a mapping for other definitions of the model."
+                f"got {type(params).__name__}. For params of another implementation of the "
+                "model, pass a mapping."
             )
         new, layout = jax.tree.leaves(params), dict(zip(leaves.names, weights.layout, strict=True))
         if len(names) == len(leaves.names):
@@ -386,8 +387,8 @@ def _check_names(names: list[str], own: list[str]) -> None:
         differing = sorted(set(names) ^ set(own))[:3]
         raise ValueError(
             "update_params: params must have the parameter names of the engine's model, got "
-            f"missing or unknown names: {', '.join(differing)}. Pass a mapping for other "
-            "definitions of the model."
+            f"missing or unknown names: {', '.join(differing)}. For params of another "
+            "implementation of the model, pass a mapping."
         )
 
 

@@ -57,7 +57,7 @@ Op = Literal["decode", "prefill", "ragged", "write", "rope_write", "copy_blocks"
 
 ATTENTION: tuple[Op, ...] = ("decode", "prefill", "ragged")
 
-# Whether to run a Pallas kernel in Pallas' interpreter. For TPU kernels, it may also be the
+# Whether to run a Pallas kernel in Pallas' interpreter. For TPU kernels, the value may also be the
 # parameters of the interpreter.
 Interpret: TypeAlias = "bool | InterpretParams"
 

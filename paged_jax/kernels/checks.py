@@ -54,7 +54,7 @@ def check_pools(function: str, pools: Pools, layer: Any, *, has_own_dim: bool = 
     elif pools.v_scale is not None:
         raise ValueError(
             f"{function}: v_scale must be None if v_pool is None, got shape "
-            f"{list(pools.v_scale.shape)}. The values have the scales of the keys."
+            f"{list(pools.v_scale.shape)}. The values use the scales of the keys."
         )
     for name, scale in scales.items():
         if is_quantised(pools.k.dtype) and scale is None:
@@ -111,7 +111,7 @@ def _check_value_pool(function: str, pools: Pools, has_own_dim: bool) -> None:
         )
 
 
-# Advice in errors about lengths that are None.
+# This advice is added to errors about lengths that are None.
 _FULL = {
     "context_lens": " If all tables are full, pass jnp.full(B, M * C).",
     "query_lens": " If all chunks are full, pass jnp.full(B, T).",

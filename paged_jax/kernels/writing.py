@@ -452,6 +452,6 @@ def check_num_rows(function: str, shape: tuple[int, ...], num_new: int = 0) -> N
     num_rows = L * P * K * C
     if num_rows + num_new > _MAX_ROWS:
         raise ValueError(
-            f"{function}: the pool must have at most {_MAX_ROWS - num_new} rows L * P * K * C, got "
-            f"{num_rows}. Use fewer blocks, or shard the KV heads over devices."
+            f"{function}: the pool must have at most {_MAX_ROWS - num_new} rows, that is, "
+            f"L * P * K * C, got {num_rows}. Use fewer blocks, or shard the KV heads over devices."
         )

@@ -96,8 +96,7 @@ class ModelRunner:
 
     def _clear_records(self) -> None:
         self.num_resets += 1
-        # For each slot: the sequence that is assigned to it, and the number of its published
-        # blocks.
+        # The sequence that is assigned to each slot, and the number of its published blocks.
         self._owners: list[Sequence | None] = [None] * self._sizes.num_slots
         self._num_published = [0] * self._sizes.num_slots
         # Digests of all blocks in the prefix cache, and of some blocks that were evicted. A block

@@ -177,8 +177,8 @@ class _Source(NamedTuple):
 class _Stored(NamedTuple):
     """Content of the file of a stored program, after the checksum."""
 
-    executable: tuple[bytes, Any, Any]  # The tuple that `serialize_executable.serialize` returned
-    targets: list[str]  # FFI targets of the C++ kernels that the program calls
+    executable: tuple[bytes, Any, Any]  # Tuple that `serialize_executable.serialize` returned.
+    targets: list[str]  # FFI targets of the C++ kernels that the program calls.
 
 
 def _compile(folder: Path, key: str, source: _Source) -> jax.stages.Compiled:

@@ -60,9 +60,9 @@ def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
 
 
-# Partitions of arguments and results. WHOLE: every device has a copy. OF_HEADS: the third
-# dimension, the KV heads (K), is divided over the devices. OF_HEADS is for pools [L, P, K, C, D],
-# scales [L, P, K, C], and copies of blocks.
+# Partitions of the arguments and results of programs. With WHOLE, every device has a full copy.
+# With OF_HEADS, the third dimension, which is KV heads (K), is divided over the devices. OF_HEADS
+# is for pools [L, P, K, C, D], scales [L, P, K, C], and copies of blocks.
 WHOLE = PartitionSpec()
 OF_HEADS = PartitionSpec(None, None, AXIS)
 # Pools of recurrent states [L, P, ...] are also divided along their third dimension (heads or
@@ -115,8 +115,8 @@ class Division(NamedTuple):
                 mesh=self.mesh,
                 in_specs=(list(self.weights), places, *parts),
                 out_specs=(places, results),
-                # JAX's check of values that vary over the mesh does not support the kernels of this
-                # package.
+                # Disable JAX's check of values that vary over the mesh, because it does not support
+                # the kernels of this package.
                 check_vma=False,
             )(weights, state, *args)
 

@@ -402,7 +402,7 @@ def test_write_blocks_ignores_blocks_that_are_not_held(dtype):
     [
         (
             lambda v: v._replace(k_scale=None, v_scale=None),
-            "values must have scales if and only if",
+            "values must have scales if the pools have scales",
         ),
         (lambda v: v._replace(k=v.k[:, :, :1]), r"values.k must be int8 \[2, 2, 3, 4, 8\], got"),
         (lambda v: v._replace(v=v.v[:, :1]), r"values.v must be int8 \[2, 2, 3, 4, 8\], got"),

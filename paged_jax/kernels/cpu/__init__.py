@@ -71,7 +71,7 @@ _PACKED_GROUP = 4
 # int8 inputs.
 _INT8_CODES = ("int8", "int4", "uint4", "e2m1")
 
-# Number of consecutive inputs that share a scale when the inputs are rounded to int8, at most
+# When inputs are rounded to int8, at most this number of consecutive inputs share a scale
 # (`source/panels.h`).
 _INT8_SEGMENT = 64
 
@@ -206,7 +206,8 @@ def _round_inputs(x: jax.Array, w: Weight, kernel: Kernel) -> jax.Array:
     """Round inputs to the dtype of the model, as float32, unless the kernel rounds them."""
     if w.dtype == jnp.float32 or kernel.dtype != jnp.float32:
         return x.astype(jnp.float32)
-    limits = jnp.finfo(w.dtype)  # XLA may remove a cast to a smaller dtype and back
+    # Round with `reduce_precision`, because XLA may remove a cast to a smaller dtype and back.
+    limits = jnp.finfo(w.dtype)
     return lax.reduce_precision(x.astype(jnp.float32), limits.nexp, limits.nmant)
 
 

@@ -99,7 +99,8 @@ def _test_quantised_linear(target: str, kernel: Kernel) -> Results:
     return _test_groups(target, operands, w.reshape(3, 37, K), **flags)
 
 
-_SIZES = np.array([1, 0, 5], np.int32)  # of 7 rows; the last row has no group
+# The groups have 6 of the 7 rows; the last row has no group.
+_SIZES = np.array([1, 0, 5], np.int32)
 
 
 def _test_groups(

@@ -191,7 +191,7 @@ def _store_rows(
         plgpu.store(scale_ref.at[row], scale, mask=is_kept)
         parts = [_as_pairs(part) for part in parts]
     for i, part in enumerate(parts):
-        width = part.shape[1]  # If the pool is quantised, this is half of the lanes.
+        width = part.shape[1]  # The width is half of the lanes if the pool is quantised.
         num_words = part_dim * width // lanes
         word = jnp.arange(width, dtype=jnp.int32)[None]
         mask = is_kept[:, None] & (word < num_words)
