@@ -108,7 +108,7 @@ def _check_interpret(function: str, name: str | None, interpret: Interpret) -> N
     )
 
 
-# Name of the backend method that runs each op.
+# Maps each op to the name of the backend method that runs it.
 _METHODS: dict[Op, str] = {
     "decode": "attend",
     "prefill": "attend",
@@ -319,7 +319,7 @@ def check_backend_runs_on(function: str, name: str | None, platform: str) -> Non
         raise ValueError(f"{function}: backend must be None or one of {names}, got {name!r}.")
     backend = BACKENDS[name]
     own = backend.platform
-    if own == "cuda":  # the platform is "cuda" in JAX's lowering, but "gpu" in `Device.platform`
+    if own == "cuda":  # JAX lowers for the platform "cuda", which `Device.platform` calls "gpu"
         own = "gpu"
     if own not in (None, platform):
         can_interpret = _can_interpret(backend)

@@ -74,7 +74,7 @@ class CallKey(NamedTuple):
         return f"D{self.head_dim}{value}{group} C{self.block_size} {dtypes}"
 
 
-# GPU -> op -> key -> name of the backend.
+# Nested mappings from a GPU, an op and a key to the name of the backend.
 Defaults = Mapping[str, Mapping[str, Mapping[str, str]]]
 
 

@@ -267,7 +267,8 @@ def _prefill_gradients(
     B, T, H, D = q.shape
     P, K, C = pools.num_blocks, pools.num_kv_heads, pools.block_size
     dtype = wider_dtype(q.dtype, jnp.float32)
-    is_row = lse != -jnp.inf  # False for rows that see no token, whose results are constants
+    # rows that see no token are excluded, because their results are constants
+    is_row = lse != -jnp.inf
     shift = jnp.sum(out.astype(dtype) * out_bar.astype(dtype), axis=-1) - lse_bar
     shift_BTH = jnp.where(is_row, shift, 0)
     sinks_bar = None
@@ -463,7 +464,8 @@ def _gather(
     pools: Pools | Pages,
     layer: int | jax.Array,
     blocks_BM: jax.Array,
-    rows: _QueryTile,  # for the dimensions of keys and values, and the dtype of the result
+    # its shapes and dtype determine the dimensions of keys and values and the result's dtype
+    rows: _QueryTile,
 ) -> tuple[jax.Array, jax.Array]:
     """Gather blocks of keys ``[B, K, M * C, D]`` and of values ``[B, K, M * C, U]``.
 

@@ -43,8 +43,8 @@ from paged_jax.scheduler.step_planner import Admission, StepPlanner
 Preemption = Literal["auto", "recompute", "swap"]
 """How to preempt a sequence: release its blocks, swap them to the host, or the cheaper of both."""
 
-# For each element of the tuple that `Scheduler._preemption_rank` returns: the reason why a
-# candidate was not preempted if this element decided.
+# `_ADVANTAGES[i]` is the reason why a candidate was not preempted if element i of the tuple that
+# `_preemption_rank` returns decided.
 _ADVANTAGES: tuple[PreemptionAdvantage, ...] = (
     "priority",
     "progress",

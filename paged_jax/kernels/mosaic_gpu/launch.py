@@ -217,9 +217,9 @@ def _count(counter_ref: Any, count_ref: Any) -> None:
         from jaxlib.mlir.dialects import llvm
 
         # Bulk copies have stored the partial results. The proxy fence orders these copies before
-        # the loads of other threads. Thread 0 increments the counter between two barriers, because
-        # all threads have stored their results before the first barrier, and no thread loads
-        # results before the second.
+        # the loads of other threads. Thread 0 increments the counter between two barriers. So all
+        # threads have stored their results before the increment, and no thread loads results before
+        # it.
         utils.warpgroup_barrier()
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),

@@ -143,7 +143,7 @@ def _prefill(
     sequences each.
     """
     B, M = args.block_tables.shape
-    # the 2 is for the two lengths of each sequence, which are in scalar memory too
+    # scalar memory also holds two lengths of each sequence, hence the 2
     step = max(MAX_SCALARS // (M + 2), 1)
     if B <= step:
         return _call_kernel(args, options, interpret)
@@ -270,8 +270,8 @@ def _gather_scales(
     """
     _, P, K, C = scale.shape
     B, M = block_tables.shape
-    # Slice the layer out first. For the reshape, after which the scales of a block are one row, XLA
-    # changes their layout, and it then copies only the scales of this layer.
+    # Slice the layer out before the reshape to one row per block. XLA changes the layout for this
+    # reshape, and then copies only the scales of this layer.
     own = lax.dynamic_index_in_dim(scale, layer, keepdims=False).reshape(P, K * C)
     rows = jnp.clip(block_tables, 0, P - 1)
     gathered = own.at[rows].get(mode="promise_in_bounds")
