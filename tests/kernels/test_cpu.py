@@ -25,6 +25,7 @@ pytestmark = needs_compiler
 
 F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 F16, INT8 = jnp.dtype(jnp.float16), jnp.dtype(jnp.int8)
+FP8 = jnp.dtype(jnp.float8_e4m3fn)
 LINEAR = jax.jit(linear, static_argnames="backend")
 
 
@@ -201,20 +202,56 @@ def test_decode_of_a_sequence_does_not_depend_on_the_batch(dtype) -> None:
             np.testing.assert_array_equal(a[0], others[b])
 
 
-@pytest.mark.parametrize("dtype", [F32, INT8], ids=str)
-def test_prefill_of_a_sequence_does_not_depend_on_the_batch_or_chunks(dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "q_dtype", "options"),
+    [
+        (F32, F32, {}),
+        (INT8, F32, {"sliding_window": 33}),
+        (BF16, BF16, {"sliding_window": 33}),
+        (INT8, BF16, {}),
+    ],
+    ids=str,
+)
+def test_prefill_of_a_sequence_does_not_depend_on_the_batch_or_chunks(
+    dtype, q_dtype, options
+) -> None:
     """The same bits alone and in a batch, in one chunk and in several."""
     lengths, num_queries = [150, 64, 33, 0, 1], [70, 64, 1, 0, 1]
     batch = PagedBatch.random(lengths, dtype=dtype)
-    q = queries((len(lengths), 70, 6, 16))
-    together = batch.prefill(q, num_queries, backend="cpu")
-    alone = batch.rows(np.array([1])).prefill(q[1:2], [64], backend="cpu")
+    q = queries((len(lengths), 70, 6, 16), q_dtype)
+    run = functools.partial(PagedBatch.prefill, backend="cpu", **options)
+    together = run(batch, q, num_queries)
+    alone = run(batch.rows(np.array([1])), q[1:2], [64])
     for a, others in zip(alone, together, strict=True):
         np.testing.assert_array_equal(a[0, :64], others[1, :64])
     shorter = dataclasses.replace(batch.rows(np.array([0])), lengths=np.array([127], np.int32))
-    for a, whole in zip(shorter.prefill(q[:1], [47], backend="cpu"), together, strict=True):
+    for a, whole in zip(run(shorter, q[:1], [47]), together, strict=True):
         np.testing.assert_array_equal(a[0, :47], whole[0, :47])
         assert np.isfinite(whole[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "D", "value_dim", "options"),
+    [
+        (BF16, 64, None, {}),
+        (BF16, 33, None, {"sliding_window": 20, "soft_cap": 2.0}),
+        (INT8, 40, None, {"soft_cap": 5.0}),
+        (FP8, 80, None, {"sliding_window": 7}),
+        (BF16, 72, 48, {}),
+    ],
+    ids=str,
+)
+def test_prefill_with_bfloat16_queries(dtype, D, value_dim, options) -> None:
+    """Weights of the softmax are rounded to bfloat16; nothing else is."""
+    heads = {"K": 1, "value_dim": value_dim} if value_dim else {"K": 2}
+    batch = PagedBatch.random([150, 41, 0, 3], dtype=dtype, D=D, **heads)
+    q, lens = queries((4, 70, 6, D), BF16), [70, 41, 0, 2]
+    sinks = np.array([0.5, -np.inf, 2.0, 0.0, 1.0, -1.0], np.float32)
+    exact = functools.partial(batch.expected_prefill, q, lens, sinks=sinks, **options)
+    got, want = batch.prefill(q, lens, backend="cpu", sinks=sinks, **options), exact()
+    values = np.abs(np.asarray(want[0], np.float64)).max()
+    np.testing.assert_allclose(got[0].astype(np.float64), want[0], atol=values * 2**-8)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-5)
 
 
 def test_prefill_with_more_heads_than_rows_in_a_part() -> None:

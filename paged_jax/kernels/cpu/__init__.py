@@ -102,7 +102,12 @@ def _attend(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array
     if args.query_lens is not None:
         operands.append(args.query_lens)
     attributes = attention_attributes(
-        options, pools.is_quantised, sinks is not None, is_interleaved, pools.shares_values
+        options,
+        pools.is_quantised,
+        sinks is not None,
+        is_interleaved,
+        pools.shares_values,
+        has_bfloat16_queries=args.q.dtype == jnp.bfloat16,
     )
     out, lse = call(
         Kernel(args.op, pools.dtype),

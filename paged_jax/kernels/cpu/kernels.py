@@ -4,6 +4,7 @@ A self-test is a small problem that is also solved by NumPy. When `library` load
 the self-test, before programs call the kernel.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -58,6 +59,7 @@ def attention_attributes(
     has_sinks: bool,
     is_interleaved: bool,
     shares_values: bool = False,
+    has_bfloat16_queries: bool = False,
 ) -> dict[str, np.generic]:
     """Return the static parameters of the attention kernels."""
     return {
@@ -68,6 +70,7 @@ def attention_attributes(
         "has_sinks": np.int32(has_sinks),
         "is_interleaved": np.int32(is_interleaved),
         "shares_values": np.int32(shares_values),
+        "has_bfloat16_queries": np.int32(has_bfloat16_queries),
     }
 
 
@@ -117,14 +120,18 @@ def _test_attention(target: str, kernel: Kernel) -> Results:
     """Test a decode or prefill of a single sequence.
 
     The queries are the last query of the sequence in a decode, or the last 7 queries in a prefill.
+    Weights of the softmax are powers of two, relative to the largest. bfloat16 represents them and
+    the queries exactly, so a prefill gives the same result for queries of both dtypes.
     """
     rng = np.random.default_rng(0)
     is_decode, dtype = kernel.op == "decode", kernel.dtype
     P, K, C, D, H, length, T = 4, 2, 8, 24, 6, 21, 1 if is_decode else 7
-    q = rng.normal(size=(1, T, H, D)).astype(np.float32)
+    q = rng.integers(-1, 2, (1, T, H, D)).astype(np.float32)
     k, v = (rng.integers(-7, 8, (1, P, K, C, D)).astype(np.float32) for _ in range(2))
     table, scales = np.array([[2, 0, 3]], np.int32), np.full((1, P, K, C), 0.25, np.float32)
     is_quantised = dtype.itemsize == 1
+    factor = 0.25 if is_quantised else 1.0
+    scale = math.log(2) / factor
     queries = q[:, 0] if is_decode else q
     operands = [queries, k.astype(dtype), v.astype(dtype), table]
     operands += [np.array([length], np.int32), np.int32(0)]
@@ -132,20 +139,24 @@ def _test_attention(target: str, kernel: Kernel) -> Results:
     operands += [np.array([T], np.int32)] * (not is_decode)
     shapes = queries.shape, queries.shape[:-1]
     call = jax.ffi.ffi_call(target, [jax.ShapeDtypeStruct(x, q.dtype) for x in shapes])
-    attributes = attention_attributes(Options(0.1), is_quantised, False, False)
-    got = np.asarray(jax.jit(lambda *args: call(*args, **attributes)[0])(*operands))
+    attributes = attention_attributes(Options(scale), is_quantised, False, False)
 
-    factor = 0.25 if is_quantised else 1.0
+    def attend(has_bfloat16_queries: bool) -> np.ndarray:
+        each = attributes | {"has_bfloat16_queries": np.int32(has_bfloat16_queries)}
+        return np.asarray(jax.jit(lambda *args: call(*args, **each)[0])(*operands))
+
+    got = np.stack([attend(False)] if is_decode else [attend(False), attend(True)])
     keys, values = (
         factor * pool[0, table[0]].transpose(1, 0, 2, 3).reshape(K, -1, D)[:, :length]
         for pool in (k, v)
     )
-    scores = 0.1 * np.einsum("tkgd,knd->tkgn", q.reshape(T, K, H // K, D), keys)
+    scores = scale * np.einsum("tkgd,knd->tkgn", q.reshape(T, K, H // K, D), keys)
     is_later = np.arange(length) > length - T + np.arange(T)[:, None]
     scores = np.where(is_later[:, None, None], -np.inf, scores)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    return got, np.einsum("tkgn,knd->tkgd", weights, values).reshape(got.shape)
+    want = np.einsum("tkgn,knd->tkgd", weights, values).reshape(got.shape[1:])
+    return got, np.broadcast_to(want, got.shape)
 
 
 def _test_set_rows(target: str, kernel: Kernel) -> Results:

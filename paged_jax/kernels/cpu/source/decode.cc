@@ -10,13 +10,156 @@ namespace {
 
 constexpr int SEGMENT = 256;  // tokens, a multiple of TILE
 constexpr int MAX_U = 512;
+constexpr int ROWS = 4;  // number of queries that are multiplied by a tile at a time
+
+// Adds tiles of tokens to the softmaxes of a few queries at a time. Elements of keys and values are in lanes.
+struct Softmaxes : Attention {
+  int stride, v_stride;  // D and U, rounded up to a multiple of STEP
+
+  void read(XLA_FFI_CallFrame* frame) {
+    Attention::read(frame);
+    stride = round_up(D, STEP), v_stride = round_up(U, STEP);
+  }
+
+  // Number of floats in the state of a softmax: peak, total, and weighted sum of values.
+  int state_size() const { return 2 + v_stride; }
+
+  void start(float* state, float peak, float total) const {
+    memset(state, 0, state_size() * sizeof *state);
+    state[0] = peak;
+    state[1] = total;
+  }
+
+  // Writes the weighted mean of the values and the log-sum-exp, which are 0 and -inf if no token was seen.
+  void finish(float peak, float total, const float* sums, float* out, float* lse) const {
+    restore<Type>(out, sums, U, total == 0 ? 0.0f : 1 / total);
+    *lse = total == 0 ? -__builtin_inff() : peak + __builtin_logf(total);
+  }
+
+  // Adds a tile to the softmaxes of the next queries, at most ROWS of the `left` queries that are left.
+  // Prefetches tile `next` at the same time, unless it is null.
+  template <int ROWS_ = ROWS>
+  void fold_rows(
+      int left, const float* queries, const Tile& tile, const Tile* next, float* state) const {
+    if (left >= ROWS_) return fold<ROWS_>(queries, tile, next, state);
+    if constexpr (ROWS_ > 1) fold_rows<ROWS_ - 1>(left, queries, tile, next, state);
+  }
+
+  template <int ROWS_>
+  void fold(
+      const float* queries, const Tile& tile, const Tile* next, float* state) const {
+    float weights[ROWS_][TILE], rescale[ROWS_];
+    score<ROWS_>(queries, tile, next, weights);
+    for (int h = 0; h < ROWS_; h++) {
+      float* softmax = state + h * state_size();
+      rescale[h] = weigh(weights[h], tile, softmax[0], softmax[1]);
+    }
+    if (shares_values) next = nullptr;  // `score` has prefetched it
+    for (int d = 0; d < v_stride; d += STEP) {
+      if (U - d >= STEP)
+        add_values<ROWS_, true>(weights, rescale, tile, next, d, state + 2 + d);
+      else
+        add_values<ROWS_, false>(weights, rescale, tile, next, d, state + 2 + d);
+    }
+  }
+
+  // Prefetches numbers into the second-level cache. In the first level, pending lines would delay other
+  // loads.
+  static void fetch(const Element* numbers, int count) {
+    for (int i = 0; i < count; i += 64 / sizeof(Element)) __builtin_prefetch(numbers + i, 0, 2);
+  }
+
+  // Computes the scores of a tile. After its last token, they are zeros.
+  template <int ROWS_>
+  void score(
+      const float* queries, const Tile& tile, const Tile* next, float scores[ROWS_][TILE]) const {
+    const Element* keys[TILE];
+    for (int t = 0; t < tile.count; t++) keys[t] = k + tile.rows[t] * lanes;
+    constexpr int TOKENS = (LANES == 16 ? 16 : 8) / (ROWS_ == 3 ? 4 : ROWS_);
+    int t = 0;
+    for (; t + TOKENS <= tile.count; t += TOKENS) {
+      for (int i = t; next && i < t + TOKENS; i++) fetch(k + next->rows[i] * lanes, D);
+      score_tokens<ROWS_, TOKENS>(queries, keys, t, scores);
+    }
+    for (; t < tile.count; t++) score_tokens<ROWS_, 1>(queries, keys, t, scores);
+    for (; t < TILE; t++)
+      for (int h = 0; h < ROWS_; h++) scores[h][t] = 0;
+  }
+
+  template <int ROWS_, int TOKENS_>
+  void score_tokens(
+      const float* queries, const Element** keys, int t, float scores[ROWS_][TILE]) const {
+    float sums[ROWS_][TOKENS_];
+    const float* heads[ROWS_];
+    for (int h = 0; h < ROWS_; h++) heads[h] = queries + h * stride;
+    multiply<InFloats<Type>, TOKENS_, ROWS_>(keys + t, heads, D, sums);
+    for (int h = 0; h < ROWS_; h++)
+      for (int i = 0; i < TOKENS_; i++) scores[h][t + i] = sums[h][i];
+  }
+
+  // Replaces the scores of a tile by weights relative to the new peak. After the last token, they are 0. Returns
+  // the factor that converts sums relative to the old peak to sums relative to the new peak.
+  float weigh(float* weights, const Tile& tile, float& peak, float& total) const {
+    if (k_scale)
+      for (int t = 0; t < tile.count; t++) weights[t] *= k_scale[tile.rows[t]];
+    if (soft_cap != 0)
+      for (int t = 0; t < TILE; t += LANES)
+        store(weights + t, soft_cap * hyperbolic_tangent(load<Floats>(weights + t) / soft_cap));
+    for (int t = tile.count; t < TILE; t++) weights[t] = UNSEEN;
+    float old_peak = peak;
+    Floats peaks = fill(peak);
+    for (int t = 0; t < TILE; t += LANES) peaks = larger(peaks, load<Floats>(weights + t));
+    peak = largest(peaks);
+    Floats sums = {};
+    for (int t = 0; t < TILE; t += LANES) {
+      Floats weight = exponential(load<Floats>(weights + t) - peak);
+      store(weights + t, weight);
+      sums += weight;
+    }
+    float rescale = exponential(fill(old_peak - peak))[0];
+    total = total * rescale + sum(sums);
+    if (v_scale)
+      for (int t = 0; t < tile.count; t++) weights[t] *= v_scale[tile.rows[t]];
+    return rescale;
+  }
+
+  // Adds STEP elements of the weighted values of a tile to the sums of ROWS_ queries.
+  template <int ROWS_, bool IS_WHOLE>
+  void add_values(
+      const float weights[ROWS_][TILE], const float* rescale, const Tile& tile, const Tile* next,
+      int d, float* sums) const {
+    Floats total[ROWS_][2];
+#pragma GCC unroll 8
+    for (int h = 0; h < ROWS_; h++)
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; half++)
+        total[h][half] = load<Floats>(sums + h * state_size() + half * LANES) * rescale[h];
+    for (int t = 0; t < tile.count; t++) {
+      if (next) fetch(v + next->rows[t] * v_lanes + d, STEP);
+      const Element* values = v + tile.rows[t] * v_lanes + d;
+      Element last[STEP] = {};
+      if (!IS_WHOLE) values = (Element*)memcpy(last, values, (U - d) * sizeof *values);
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; half++) {
+        Floats value = Type::half(values, half);
+#pragma GCC unroll 8
+        for (int h = 0; h < ROWS_; h++) add_product(total[h][half], value, fill(weights[h][t]));
+      }
+    }
+#pragma GCC unroll 8
+    for (int h = 0; h < ROWS_; h++)
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; half++)
+        store(sums + h * state_size() + half * LANES, total[h][half]);
+  }
+};
 
 struct Segment {
   int sequence, begin, end;  // index of the sequence, and range of token positions
 };
 
 struct Decode {
-  Attention attention;
+  Softmaxes attention;
   const float* q;  // [B, H, stride], scaled, in the order of `arrange<Type>`
   Segment* segments;
   float* partial;  // states of softmaxes: [segments, H, state_size]
@@ -27,7 +170,7 @@ struct Decode {
   }
 
   void run(int64_t part) {
-    const Attention& its = attention;
+    const Softmaxes& its = attention;
     int64_t segment = part / its.K, head = part % its.K;
     auto [sequence, begin, end] = segments[segment];
     const int32_t* table = its.tables + sequence * its.M;
@@ -39,12 +182,10 @@ struct Decode {
     }
     for (int token = begin; token < end; token += TILE) {
       Tile next = its.find(table, head, token + TILE, end);
-      Seen seen[ROWS];
-      for (Seen& each : seen) each = {0, tile.count};
       for (int g = 0; g < its.G; g += ROWS) {
         const float* queries = q + (sequence * (int64_t)its.H + head * its.G + g) * its.stride;
         float* state = partial_of(segment, head * its.G + g);
-        its.fold_rows(its.G - g, queries, tile, seen, g ? nullptr : &next, state);
+        its.fold_rows(its.G - g, queries, tile, g ? nullptr : &next, state);
       }
       tile = next;
     }
@@ -66,7 +207,7 @@ struct Merge {
   }
 
   void merge(int b, int h) const {
-    const Attention& its = decode.attention;
+    const Softmaxes& its = decode.attention;
     // A sink is treated as a token without a value.
     float peak = its.has_sink(h) ? its.sinks[h] : LOWEST, total = its.has_sink(h) ? 1.0f : 0.0f;
     float sums[MAX_U] = {};
@@ -113,7 +254,7 @@ XLA_FFI_Error* run(XLA_FFI_CallFrame* frame) {
   const XLA_FFI_Buffer* q = argument(frame, 0);
   Decode decode = {};
   decode.attention.read(frame);
-  const Attention& its = decode.attention;
+  const Softmaxes& its = decode.attention;
   int B = q->dims[0];
   decode.out = (float*)result(frame, 0)->data;
   decode.lse = (float*)result(frame, 1)->data;

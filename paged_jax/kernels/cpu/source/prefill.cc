@@ -1,17 +1,67 @@
 // Causal attention with a chunk of queries for each sequence. Keys and values are read in place in the
 // pools.
 //
-// A part of the work is some queries of a sequence, with all query heads of a KV head. While a tile of tokens
-// is in the cache, it is multiplied by all these rows. Tiles end at multiples of TILE.
+// A row is a query of one head. A part of the work is some rows of a sequence that have the same KV head.
+// Each lane of a vector belongs to one row, so a group of LANES rows is multiplied by a tile of tokens like
+// this:
+//
+//   queries [cells of D][LANES]     x keys [TILE][cells of D]   = scores [TILE][LANES]
+//   weights [cells of TILE][LANES]  x values [cells of TILE][U] = sums [U][LANES]
+//
+// A cell is a float32 number, or two bfloat16 numbers that the processor multiplies and adds at a time: two
+// elements of a key, or the same element of the values of two tokens. The keys and values of a tile are
+// copied to scratch memory as cells, once for all groups of the part.
+//
+// Tiles start at multiples of TILE, and no operation mixes lanes. The result of a query therefore does not
+// depend on the other queries of its chunk.
 
 #include "attention.h"
+#include "codes.h"
 
 namespace {
 
-constexpr int ROWS_OF_PART = 64;  // approximate number of pairs of a query and a head in a part
+constexpr int ROWS_OF_PART = 64;  // approximate number of rows in a part
+constexpr int BLOCK = 8;          // number of vectors that are summed in registers at a time
 
-struct Prefill {
-  Attention attention;
+template <class>
+constexpr bool FITS_BFLOAT16 = false;  // whether bfloat16 represents all elements of the pools
+template <>
+constexpr bool FITS_BFLOAT16<Bfloat16> = true;
+template <>
+constexpr bool FITS_BFLOAT16<Int8> = true;
+template <>
+constexpr bool FITS_BFLOAT16<Float8> = true;
+
+// Returns the bits of LANES elements of a pool as float32 numbers, in their order in memory.
+inline Ints float_bits(const Element* from) {
+  if constexpr (Type::IN_ORDER)
+    return (Ints)Type::half(from, 0);
+  else
+    return widen(from) << 16;  // bfloat16
+}
+
+// Calls store(i, bits) for each vector of `count` elements of a pool. Zeros follow the last element.
+template <class Store>
+inline void for_each_vector(const Element* from, int count, Store store) {
+  int i = 0;
+  for (; i + LANES <= count; i += LANES) store(i, float_bits(from + i));
+  if (i == count) return;
+  Element last[LANES] = {};
+  memcpy(last, from + i, (count - i) * sizeof *last);
+  store(i, float_bits(last));
+}
+
+// Puts two bfloat16 numbers, given as float32 numbers, into each lane.
+inline Ints pair(Ints first, Ints second) {
+  return (first >> 16 & 0xffff) | (second & (int32_t)0xffff0000);
+}
+
+template <class Cells>
+struct Prefill : Attention {
+  using Cell = typename Cells::Cell;
+  using Vector = typename Cells::Vector;
+  static constexpr int INPUTS = Cells::INPUTS;  // numbers in a cell
+
   const float* q;  // [B, T, H, D]
   const int32_t* query_lengths;
   int64_t T;
@@ -19,97 +69,267 @@ struct Prefill {
   float *out, *lse;  // [B, T, H, U], [B, T, H]
   bool is_short_of_memory;
 
+  // Softmaxes of a group of rows.
+  struct Group {
+    Ints positions;  // of the queries; -1 for lanes without a row
+    Floats peaks, totals;
+  };
+
+  // Memory of a part.
+  struct Scratch {
+    Group* groups;
+    Cell *queries, *keys, *values;  // of all groups; of a tile
+    Floats* sums;                   // [groups, U]
+  };
+
+  // Numbers of cells and vectors. Keys and values end with BLOCK cells that are read but not used.
+  int key_cells() const { return round_up(D, LANES * INPUTS) / INPUTS; }
+  int value_stride() const { return has_common_tile() ? key_cells() : round_up(U, LANES); }
+  int sum_vectors() const { return round_up(U, BLOCK); }
+
+  // Whether a tile of keys is also the tile of values.
+  bool has_common_tile() const { return shares_values && INPUTS == 1; }
+
   int64_t parts_of_sequence() const { return (T + tokens_of_part - 1) / tokens_of_part; }
 
   int64_t row_of(int64_t sequence, int64_t token, int64_t head) const {
-    return (sequence * T + token) * attention.H + head;
+    return (sequence * T + token) * H + head;
   }
 
   void run(int64_t part) {
-    int64_t head = part % attention.K, rest = part / attention.K;
+    int64_t head = part % K, rest = part / K;
     int64_t sequence = rest / parts_of_sequence();
     int64_t first = rest % parts_of_sequence() * tokens_of_part;
     int64_t last = first + tokens_of_part < T ? first + tokens_of_part : T;
     int64_t end = query_lengths[sequence] < last ? query_lengths[sequence] : last;
     if (first < end) attend(sequence, head, first, end);
     for (int64_t token = end > first ? end : first; token < last; token++)  // padding
-      for (int g = 0; g < attention.G; g++) {
-        int64_t row = row_of(sequence, token, head * attention.G + g);
-        memset(out + row * attention.U, 0, attention.U * sizeof *out);
+      for (int g = 0; g < G; g++) {
+        int64_t row = row_of(sequence, token, head * G + g);
+        memset(out + row * U, 0, U * sizeof *out);
         lse[row] = -__builtin_inff();
       }
   }
 
   // Attends with queries `first` to `last` (exclusive) of a sequence.
   void attend(int64_t sequence, int64_t head, int64_t first, int64_t last) {
-    const Attention& its = attention;
-    int G = its.G, num_rows = (last - first) * G;
-    auto* queries = (float*)malloc(num_rows * (int64_t)(its.stride + its.state_size()) * sizeof(float));
-    if (!queries) return __atomic_store_n(&is_short_of_memory, true, __ATOMIC_RELAXED);
-    float* states = queries + (int64_t)num_rows * its.stride;
-    for (int row = 0; row < num_rows; row++) {
-      int h = head * G + row % G;
-      const float* from = q + row_of(sequence, first + row / G, h) * its.D;
-      arrange<Type>(queries + (int64_t)row * its.stride, from, its.D, its.scale);
-      // A sink is treated as a token without a value.
-      float* state = states + (int64_t)row * its.state_size();
-      its.has_sink(h) ? its.start(state, its.sinks[h], 1) : its.start(state, LOWEST, 0);
-    }
-    int start = its.lengths[sequence] - query_lengths[sequence] + first;  // position of the first query
-    int room = its.M * its.C, end = start + (last - first) < room ? start + (last - first) : room;
-    int begin = its.window && start >= its.window ? start - its.window + 1 : 0;
-    const int32_t* table = its.tables + sequence * its.M;
-    for (int token = begin; token < end; token = (token / TILE + 1) * TILE) {
-      int tile_end = (token / TILE + 1) * TILE;
-      Tile tile = its.find(table, head, token, tile_end < end ? tile_end : end);
-      for (int row = 0; row < num_rows; row += ROWS) {
-        Seen seen[ROWS];
-        bool is_seen = false;
-        for (int i = 0; i < ROWS && row + i < num_rows; i++) {
-          seen[i] = seen_by(start + (row + i) / G, token, tile.count);
-          is_seen |= seen[i].begin < seen[i].end;
-        }
-        if (is_seen)
-          its.fold_rows(
-              num_rows - row, queries + (int64_t)row * its.stride, tile, seen, nullptr,
-              states + (int64_t)row * its.state_size());
+    int num_rows = (last - first) * G, num_groups = (num_rows + LANES - 1) / LANES;
+    int64_t group_size = sizeof(Group) + key_cells() * sizeof(Vector) + sum_vectors() * sizeof(Floats);
+    int64_t values_size = has_common_tile() ? 0 : TILE / INPUTS * value_stride() * sizeof(Cell);
+    int64_t keys_size = TILE * key_cells() * sizeof(Cell);
+    void* memory = aligned_alloc(64, round_up(num_groups * group_size + keys_size + values_size, 64) + 64);
+    if (!memory) return __atomic_store_n(&is_short_of_memory, true, __ATOMIC_RELAXED);
+    Scratch its = {};
+    its.groups = (Group*)memory;
+    its.sums = (Floats*)(its.groups + num_groups);
+    its.queries = (Cell*)(its.sums + num_groups * sum_vectors());
+    its.keys = its.queries + num_groups * key_cells() * LANES;
+    its.values = has_common_tile() ? its.keys : its.keys + TILE * key_cells();
+
+    int start = lengths[sequence] - query_lengths[sequence] + first;  // position of the first query
+    start_groups(its, row_of(sequence, first, head * G), head, start, num_rows);
+    int room = M * C, end = start + (last - first) < room ? start + (last - first) : room;
+    int begin = window && start >= window ? start - window + 1 : 0;
+    const int32_t* table = tables + sequence * M;
+    for (int base = begin / TILE * TILE; base < end; base += TILE) {
+      int from = begin > base ? begin - base : 0, count = end - base < TILE ? end - base : TILE;
+      Tile tile = find(table, head, base + from, base + count);
+      copy_tile(its, tile, from);
+      for (int group = 0; group < num_groups; group++) {
+        int oldest = start + group * LANES / G;
+        int newest = start + (smaller(num_rows, (group + 1) * LANES) - 1) / G;
+        if (newest < base || (window && base + TILE - 1 <= oldest - window)) continue;
+        fold(its, group, tile, from, base);
       }
     }
-    for (int row = 0; row < num_rows; row++) {
-      const float* state = states + (int64_t)row * its.state_size();
-      int64_t to = row_of(sequence, first + row / G, head * G + row % G);
-      its.finish(state[0], state[1], state + 2, out + to * its.U, lse + to);
-    }
-    free(queries);
+    finish(its, row_of(sequence, first, head * G), num_rows);
+    free(memory);
   }
 
-  // Returns the range of tokens that a query attends to, in the tile that starts at `token`.
-  Seen seen_by(int position, int token, int count) const {
-    int begin = attention.window ? position - attention.window + 1 - token : 0;
-    int end = position + 1 - token;
-    return {begin > 0 ? begin : 0, end < count ? end : count};
+  // Copies the queries to scratch memory and starts the softmaxes. `row` is the first row of the part.
+  void start_groups(Scratch& its, int64_t row, int64_t head, int start, int num_rows) const {
+    int num_groups = (num_rows + LANES - 1) / LANES;
+    memset(its.queries, 0, num_groups * key_cells() * LANES * sizeof(Cell));
+    memset(its.sums, 0, num_groups * sum_vectors() * sizeof(Floats));
+    for (int i = 0; i < num_groups * LANES; i++) {
+      Group& group = its.groups[i / LANES];
+      int lane = i % LANES, g = i % G;
+      // A sink is treated as a token without a value.
+      bool is_sink = i < num_rows && has_sink(head * G + g);
+      group.positions[lane] = i < num_rows ? start + i / G : -1;
+      group.peaks[lane] = is_sink ? sinks[head * G + g] : LOWEST;
+      group.totals[lane] = is_sink ? 1 : 0;
+      if (i >= num_rows) continue;
+      const float* from = q + (row + (int64_t)(i / G) * H + g) * D;
+      Cell* to = its.queries + i / LANES * key_cells() * LANES + lane;
+      for (int d = 0; d < D; d += INPUTS, to += LANES) {
+        float numbers[2] = {from[d], d + 1 < D ? from[d + 1] : 0};
+        uint32_t bits[2];
+        memcpy(bits, numbers, sizeof bits);
+        // bfloat16 represents the queries if cells have two numbers.
+        uint32_t cell = INPUTS == 1 ? bits[0] : bits[0] >> 16 | (bits[1] & 0xffff0000);
+        memcpy(to, &cell, sizeof cell);
+      }
+    }
+  }
+
+  // Copies a tile to scratch memory. Its first token has place `from`. The other places are zeros.
+  void copy_tile(Scratch& its, const Tile& tile, int from) const {
+    int64_t stride = value_stride();
+    if (tile.count < TILE) {
+      memset(its.keys, 0, TILE * key_cells() * sizeof(Cell));
+      if (!has_common_tile()) memset(its.values, 0, TILE / INPUTS * stride * sizeof(Cell));
+    }
+    for (int i = 0; i < tile.count; i++) {
+      Cell* to = its.keys + (from + i) * key_cells();
+      for_each_vector(k + tile.rows[i] * lanes, D, [to](int d, Ints bits) { write(to, d, bits); });
+    }
+    if (has_common_tile()) return;
+    for (int cell = from / INPUTS; cell * INPUTS < from + tile.count; cell++) {
+      Cell* to = its.values + cell * stride;
+      for (int which = 0; which < INPUTS; which++) {
+        int i = cell * INPUTS + which - from;
+        if (i < 0 || i >= tile.count) continue;
+        for_each_vector(v + tile.rows[i] * v_lanes, U, [to, which](int d, Ints bits) {
+          Ints before = which ? load<Ints>(to + d) << 16 : Ints{};
+          Ints cells = INPUTS == 1 ? bits : which ? pair(before, bits) : pair(bits, Ints{});
+          memcpy(to + d, &cells, sizeof cells);
+        });
+      }
+    }
+  }
+
+  // Writes LANES numbers of a key, which start at element d, to its cells.
+  static void write(Cell* cells, int d, Ints bits) {
+    if constexpr (INPUTS == 1) {
+      memcpy(cells + d, &bits, sizeof bits);
+    } else {
+#if HAS_PAIRS
+      _mm256_storeu_si256((__m256i*)((uint16_t*)cells + d), _mm512_cvtepi32_epi16((__m512i)(bits >> 16)));
+#endif
+    }
+  }
+
+  // Adds a tile to the softmaxes of a group.
+  void fold(Scratch& its, int index, const Tile& tile, int from, int base) const {
+    Group& group = its.groups[index];
+    int count = from + tile.count, padded = round_up(count, BLOCK);
+    Floats weights[TILE];
+    const Cell* queries = its.queries + (int64_t)index * key_cells() * LANES;
+    for (int t = 0; t < padded; t += BLOCK) score(queries, its.keys + t * key_cells(), weights + t);
+
+    // A row attends to the tokens from `oldest` (exclusive) to `newest`.
+    Ints newest = group.positions - base, last = Ints{} + (count - 1);
+    Ints oldest = window ? newest - window : Ints{} - 1;
+    newest = newest < last ? newest : last;
+    Floats peaks = group.peaks;
+    for (int t = 0; t < padded; t++) {
+      Floats scores = weights[t] * scale;
+      if (k_scale && t >= from && t < count) scores *= k_scale[tile.rows[t - from]];
+      if (soft_cap != 0) scores = soft_cap * hyperbolic_tangent(scores / soft_cap);
+      weights[t] = (newest >= t) & (oldest < t) ? scores : fill(UNSEEN);
+      peaks = larger(peaks, weights[t]);
+    }
+    Floats rescale = exponential(group.peaks - peaks);
+    group.peaks = peaks;
+    group.totals *= rescale;
+    for (int t = 0; t < padded; t++) {
+      weights[t] = exponential(weights[t] - peaks);
+      group.totals += weights[t];
+      if (v_scale && t >= from && t < count) weights[t] *= v_scale[tile.rows[t - from]];
+    }
+    Vector cells[TILE / INPUTS];
+    for (int t = 0; t < padded; t += INPUTS)
+      if constexpr (INPUTS == 1)
+        cells[t] = weights[t];
+      else
+        cells[t / 2] = pair((Ints)rounded(weights[t]), (Ints)rounded(weights[t + 1]));
+    Floats* sums = its.sums + (int64_t)index * sum_vectors();
+    for (int d = 0; d < U; d += BLOCK)
+      add_values(cells, padded / INPUTS, its.values + d, rescale, sums + d);
+  }
+
+  // Multiplies the queries of a group by the keys of BLOCK tokens.
+  void score(const Cell* queries, const Cell* keys, Floats* scores) const {
+    Floats totals[BLOCK] = {};
+    const Cell* key[BLOCK];
+    for (int i = 0; i < BLOCK; i++) key[i] = keys + i * key_cells();
+    int num_cells = (D + INPUTS - 1) / INPUTS;
+    for (int d = 0; d < num_cells; d++) {
+      Vector query = load<Vector>(queries + d * LANES);
+#pragma GCC unroll 8
+      for (int i = 0; i < BLOCK; i++) Cells::add(totals[i], query, key[i] + d);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < BLOCK; i++) scores[i] = totals[i];
+  }
+
+  // Adds BLOCK elements of the weighted values of a tile to the sums of a group.
+  void add_values(
+      const Vector* weights, int num_cells, const Cell* values, Floats rescale, Floats* sums) const {
+    Floats totals[BLOCK];
+#pragma GCC unroll 8
+    for (int i = 0; i < BLOCK; i++) totals[i] = sums[i] * rescale;
+    int64_t stride = value_stride();
+    for (int cell = 0; cell < num_cells; cell++, values += stride) {
+      Vector weight = weights[cell];
+#pragma GCC unroll 8
+      for (int i = 0; i < BLOCK; i++) Cells::add(totals[i], weight, values + i);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < BLOCK; i++) sums[i] = totals[i];
+  }
+
+  // Writes the weighted means of the values and the log-sum-exps, which are 0 and -inf if no token was seen.
+  void finish(const Scratch& its, int64_t row, int num_rows) const {
+    for (int first = 0; first < num_rows; first += LANES) {
+      const Group& group = its.groups[first / LANES];
+      const Floats* sums = its.sums + (int64_t)(first / LANES) * sum_vectors();
+      Floats factors = group.totals == 0 ? Floats{} : 1 / group.totals;
+      int64_t rows[LANES];
+      for (int lane = 0; lane < LANES && first + lane < num_rows; lane++) {
+        float total = group.totals[lane];
+        rows[lane] = row + (int64_t)((first + lane) / G) * H + (first + lane) % G;
+        lse[rows[lane]] = total == 0 ? -__builtin_inff() : group.peaks[lane] + __builtin_logf(total);
+      }
+      for (int d = 0; d < U; d++) {
+        float each[LANES];
+        store(each, sums[d] * factors);
+        for (int lane = 0; lane < LANES && first + lane < num_rows; lane++)
+          out[rows[lane] * U + d] = each[lane];
+      }
+    }
   }
 };
 
+template <class Cells>
 XLA_FFI_Error* run(XLA_FFI_CallFrame* frame) {
   const XLA_FFI_Buffer* q = argument(frame, 0);
-  Prefill prefill = {};
-  int next = prefill.attention.read(frame);
+  Prefill<Cells> prefill = {};
+  int next = prefill.read(frame);
   prefill.q = (const float*)q->data;
   prefill.query_lengths = (const int32_t*)argument(frame, next)->data;
   prefill.out = (float*)result(frame, 0)->data;
   prefill.lse = (float*)result(frame, 1)->data;
   int64_t B = q->dims[0];
   prefill.T = q->dims[1];
-  int tokens = ROWS_OF_PART / prefill.attention.G;
+  int tokens = ROWS_OF_PART / prefill.G;
   prefill.tokens_of_part = tokens > 1 ? tokens : 1;
-  in_parallel(frame, prefill, B * prefill.parts_of_sequence() * prefill.attention.K);
+  in_parallel(frame, prefill, B * prefill.parts_of_sequence() * prefill.K);
   if (!prefill.is_short_of_memory) return nullptr;
   return error(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "prefill: no memory");
+}
+
+XLA_FFI_Error* run_in_cells(XLA_FFI_CallFrame* frame) {
+#if HAS_PAIRS
+  if constexpr (FITS_BFLOAT16<Type>)
+    if (attribute<int32_t>(frame, "has_bfloat16_queries")) return run<Pairs>(frame);
+#endif
+  return run<Singles>(frame);
 }
 
 }  // namespace
 
 extern "C" XLA_FFI_Error* paged_jax_prefill(XLA_FFI_CallFrame* frame) {
-  return answers_metadata(frame) ? nullptr : run(frame);
+  return answers_metadata(frame) ? nullptr : run_in_cells(frame);
 }
