@@ -230,6 +230,23 @@ def test_prefill_of_a_sequence_does_not_depend_on_the_batch_or_chunks(
         assert np.isfinite(whole[0]).all()
 
 
+def test_prefill_of_a_chunk_in_several_rows() -> None:
+    """A chunk may take several rows of the batch, next to rows of other sequences."""
+    batch = PagedBatch.random([60, 60])
+    q = queries((1, 60, 6, 16))
+    rows, lengths = [1, 0, 0, 0, 0, 0, 1, 1], [20, 28, 36, 44, 60, 57, 60, 60]
+    num_queries = [8, 8, 8, 8, 8, 5, 8, 0]
+    several = dataclasses.replace(batch.rows(np.array(rows)), lengths=np.array(lengths, np.int32))
+    chunks = np.zeros((len(rows), 8, 6, 16), np.float32)
+    for b, (length, count) in enumerate(zip(lengths, num_queries, strict=True)):
+        chunks[b, :count] = q[0, length - count : length]
+    results = several.prefill(chunks, num_queries, backend="cpu")
+    whole = [batch.rows(np.array([row])).prefill(q, [60], backend="cpu") for row in (0, 1)]
+    for b, (row, length, count) in enumerate(zip(rows, lengths, num_queries, strict=True)):
+        for got, want in zip(results, whole[row], strict=True):
+            np.testing.assert_array_equal(got[b, :count], want[0, length - count : length])
+
+
 @pytest.mark.parametrize(
     ("dtype", "D", "value_dim", "options"),
     [

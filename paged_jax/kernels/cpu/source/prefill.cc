@@ -12,6 +12,9 @@
 // elements of a key, or the same element of the values of two tokens. The keys and values of a tile are
 // copied to scratch memory as cells, once for all groups of the part.
 //
+// A caller may divide a chunk into several sequences that have the same block table and consecutive
+// positions. They are joined again, so that parts are large.
+//
 // Tiles start at multiples of TILE, and no operation mixes lanes. The result of a query therefore does not
 // depend on the other queries of its chunk.
 
@@ -56,6 +59,12 @@ inline Ints pair(Ints first, Ints second) {
   return (first >> 16 & 0xffff) | (second & (int32_t)0xffff0000);
 }
 
+// Some queries of a chunk: `first` to `last` (exclusive), of which those from `end` on are padding. The first
+// query of the chunk is the first query of `sequence`.
+struct Part {
+  int64_t sequence, first, end, last;
+};
+
 template <class Cells>
 struct Prefill : Attention {
   using Cell = typename Cells::Cell;
@@ -65,7 +74,7 @@ struct Prefill : Attention {
   const float* q;  // [B, T, H, D]
   const int32_t* query_lengths;
   int64_t T;
-  int tokens_of_part;
+  Part* parts;
   float *out, *lse;  // [B, T, H, U], [B, T, H]
   bool is_short_of_memory;
 
@@ -90,20 +99,41 @@ struct Prefill : Attention {
   // Whether a tile of keys is also the tile of values.
   bool has_common_tile() const { return shares_values && INPUTS == 1; }
 
-  int64_t parts_of_sequence() const { return (T + tokens_of_part - 1) / tokens_of_part; }
-
   int64_t row_of(int64_t sequence, int64_t token, int64_t head) const {
     return (sequence * T + token) * H + head;
   }
 
-  void run(int64_t part) {
-    int64_t head = part % K, rest = part / K;
-    int64_t sequence = rest / parts_of_sequence();
-    int64_t first = rest % parts_of_sequence() * tokens_of_part;
-    int64_t last = first + tokens_of_part < T ? first + tokens_of_part : T;
-    int64_t end = query_lengths[sequence] < last ? query_lengths[sequence] : last;
+  // Returns whether the queries of a sequence continue the chunk of the sequence before.
+  bool continues(int64_t sequence) const {
+    const int32_t *count = query_lengths + sequence, *length = lengths + sequence;
+    const int32_t* table = tables + sequence * M;
+    return sequence > 0 && count[-1] == T && count[0] > 0 && length[0] == length[-1] + count[0] &&
+           !memcmp(table - M, table, M * sizeof *table);
+  }
+
+  // Lists the parts of all chunks. Returns their number, or -1 if there is no memory.
+  int64_t list_parts(int64_t B) {
+    int64_t num_tokens = ROWS_OF_PART / G > 1 ? ROWS_OF_PART / G : 1, num_parts = 0;
+    parts = (Part*)malloc(B * ((T + num_tokens - 1) / num_tokens) * sizeof *parts + 1);
+    if (!parts) return -1;
+    for (int64_t sequence = 0, next; sequence < B; sequence = next) {
+      int64_t num_queries = query_lengths[sequence];
+      for (next = sequence + 1; next < B && continues(next); next++) num_queries += query_lengths[next];
+      int64_t size = (next - sequence) * T;
+      for (int64_t first = 0; first < size; first += num_tokens) {
+        int64_t last = smaller(first + num_tokens, size);
+        int64_t end = smaller(num_queries, last);
+        parts[num_parts++] = {sequence, first, end > first ? end : first, last};
+      }
+    }
+    return num_parts;
+  }
+
+  void run(int64_t index) {
+    int64_t head = index % K;
+    auto [sequence, first, end, last] = parts[index / K];
     if (first < end) attend(sequence, head, first, end);
-    for (int64_t token = end > first ? end : first; token < last; token++)  // padding
+    for (int64_t token = end; token < last; token++)
       for (int g = 0; g < G; g++) {
         int64_t row = row_of(sequence, token, head * G + g);
         memset(out + row * U, 0, U * sizeof *out);
@@ -111,7 +141,7 @@ struct Prefill : Attention {
       }
   }
 
-  // Attends with queries `first` to `last` (exclusive) of a sequence.
+  // Attends with queries `first` to `last` (exclusive) of the chunk that starts with a sequence.
   void attend(int64_t sequence, int64_t head, int64_t first, int64_t last) {
     int num_rows = (last - first) * G, num_groups = (num_rows + LANES - 1) / LANES;
     int64_t group_size = sizeof(Group) + key_cells() * sizeof(Vector) + sum_vectors() * sizeof(Floats);
@@ -311,12 +341,11 @@ XLA_FFI_Error* run(XLA_FFI_CallFrame* frame) {
   prefill.query_lengths = (const int32_t*)argument(frame, next)->data;
   prefill.out = (float*)result(frame, 0)->data;
   prefill.lse = (float*)result(frame, 1)->data;
-  int64_t B = q->dims[0];
   prefill.T = q->dims[1];
-  int tokens = ROWS_OF_PART / prefill.G;
-  prefill.tokens_of_part = tokens > 1 ? tokens : 1;
-  in_parallel(frame, prefill, B * prefill.parts_of_sequence() * prefill.K);
-  if (!prefill.is_short_of_memory) return nullptr;
+  int64_t num_parts = prefill.list_parts(q->dims[0]);
+  if (num_parts > 0) in_parallel(frame, prefill, num_parts * prefill.K);
+  free(prefill.parts);
+  if (num_parts >= 0 && !prefill.is_short_of_memory) return nullptr;
   return error(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "prefill: no memory");
 }
 
