@@ -233,8 +233,8 @@ def gather(
     Returns:
       `(k, v)`, both [M * C, K, D]: the keys and values of the tokens in the slot, followed by
       zeros. They are also zeros for tokens whose blocks were freed. Quantised elements are
-      multiplied by their scales, in float32. `v` is None with latent attention, where the values
-      are the first elements of the keys.
+      multiplied by their scales, in float32. `v` is None with latent attention, where each
+      value vector is the beginning of its key vector.
 
     Raises:
       ValueError: a Python `slot` or `layer` does not exist.

@@ -86,7 +86,7 @@ class CacheGroup:
           block_size: C, number of tokens per block.
           head_dim: D, number of elements of a key per head.
           value_dim: U, number of elements of a value per head; None means D. With 0 there is no
-            pool for V, because the values are the first elements of the keys (latent attention).
+            pool for V, as each value vector is the beginning of its key vector (latent attention).
           num_slots: S, maximum number of sequences in the cache at the same time.
           max_blocks_per_slot: M, maximum number of blocks of a sequence.
           dtype: dtype of K and V. int8 and float8_e4m3fn quantise them with one float32 scale per

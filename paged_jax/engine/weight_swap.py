@@ -159,12 +159,12 @@ class WeightSwap:
             raise ValueError(
                 "update_params: params must be a model, its nnx.state, or a list of its leaves, "
                 f"got {type(params).__name__}. For params of another implementation of the "
-                "model, pass a mapping."
+                "model, also pass mapping, which maps their names to Hugging Face names."
             )
         new, layout = jax.tree.leaves(params), dict(zip(leaves.names, weights.layout, strict=True))
         if len(names) == len(leaves.names):
-            # There are as many arrays as leaves in the engine's model, so they already have its
-            # formats.
+            # There are as many arrays as leaves in the engine's model, so the arrays already have
+            # the formats of that model.
             formats = None
         own = leaves.names if formats is None else names
         _check_shapes([jnp.shape(x) for x in new], [_shape(x, layout[x], formats) for x in own])
@@ -224,7 +224,7 @@ def _check_tied_head(
 
 
 def _to_devices(array: Any, place: Sharding) -> jax.Array:
-    """Copy an array to the devices of `place`; an array that is there keeps its sharding."""
+    """Copy an array to the devices of `place`; return it unchanged if it is already there."""
     if not isinstance(array, jax.Array):
         with own_transfers():
             return jax.device_put(array, place)
@@ -263,7 +263,8 @@ def _converting(
 
     Args:
       leaves: the leaves of the engine's model.
-      formats: formats to quantise the new weights to; None if they have the formats of `leaves`.
+      formats: formats to quantise the new weights to; None if the weights already have the formats
+        of `leaves`.
       config: config of the model if the new weights are from another implementation; else None.
       sources: with `config`, the arrays of the other implementation that make up each leaf.
     """
@@ -289,7 +290,10 @@ def _converting(
 
 
 def _in_format(name: str, array: jax.Array, formats: MatrixFormats) -> dict[str, jax.Array]:
-    """Return a dict with the array, quantised if `formats` requires it, and with its scales."""
+    """Return the arrays that store a parameter, by name.
+
+    These are `array` itself, or, if `formats` requires it, its quantised values with their scales.
+    """
     format = formats[name]
     if not is_matrix(name) or not format.is_quantised:
         return {name: array}
@@ -388,7 +392,8 @@ def _check_names(names: list[str], own: list[str]) -> None:
         raise ValueError(
             "update_params: params must have the parameter names of the engine's model, got "
             f"missing or unknown names: {', '.join(differing)}. For params of another "
-            "implementation of the model, pass a mapping."
+            "implementation of the model, also pass mapping, which maps their names to Hugging "
+            "Face names."
         )
 
 
@@ -403,7 +408,7 @@ def _check_shapes(shapes: Sequence[tuple[int, ...]], own: Sequence[tuple[int, ..
         )
 
 
-# Names of the parts that `Engine.wake_up` restores, as in vLLM.
+# Names of the resources that `Engine.wake_up` can restore, as in vLLM.
 TAGS = ("weights", "kv_cache")
 
 
@@ -437,7 +442,7 @@ class Sleep:
     def begin(self, level: int) -> None:
         """Begin a sleep: free the weights; the next `ModelRunner.reset` frees the pools.
 
-        If `level` is 1, copy the weights to the host before. The level never decreases.
+        If `level` is 1, first copy the weights to the host. The level never decreases.
         """
         if level == 1 and self.has_weights:
             self._on_host = jax.device_get(self._executor.weights.originals)
@@ -460,7 +465,8 @@ class Sleep:
         """End a sleep: restore the weights; the next `ModelRunner.reset` allocates the pools.
 
         Args:
-          tags: the parts to restore, from `TAGS`. The engine stays asleep without ``"kv_cache"``.
+          tags: the resources to restore, from `TAGS`. Without ``"kv_cache"``, the engine stays
+            asleep.
 
         Raises:
           RuntimeError: `tags` contain ``"kv_cache"``, but the engine has no weights.

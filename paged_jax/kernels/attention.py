@@ -8,8 +8,8 @@ Both ops compute the following, which `paged_jax.kernels.reference` implements d
 
     out[b, h] = softmax(scale * q[b, h] . k[0:length[b]]) v[0:length[b]]
 
-In latent attention there is no pool of values. The values ``v`` are the first elements of the keys,
-``k[:, :value_dim]``, so each key is read only once.
+In latent attention there is no pool of values. Each value vector is the beginning of its key
+vector: ``v`` is ``k[:, :value_dim]``, so each key is read only once.
 
 Token ``t`` of sequence ``b`` is in block ``block_tables[b, t // C]`` of the pool, at offset
 ``t % C``. Query heads ``g * G`` to ``(g + 1) * G - 1`` share KV head ``g``, where G is H // K. The

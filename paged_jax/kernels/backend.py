@@ -68,8 +68,8 @@ class Pools(NamedTuple):
 
     Attributes:
       k: ``[L, P, K, C, D]``, keys; floating point, int8 or float8_e4m3fn.
-      v: ``[L, P, K, C, U]``, values, of the same dtype as `k`; U is D in most models. None if the
-        values are the first elements of the keys (latent attention).
+      v: ``[L, P, K, C, U]``, values, of the same dtype as `k`; U is D in most models. None if
+        each value vector is the beginning of its key vector (latent attention).
       k_scale: f32 ``[L, P, K, C]``, scale of the key of each token and head, which multiplies its
         elements; None if `k` is not quantised.
       v_scale: f32 ``[L, P, K, C]``, scale of the value of each token and head; None if `v` is None
@@ -88,7 +88,7 @@ class Pools(NamedTuple):
 
     @property
     def shares_values(self) -> bool:
-        """Whether the values are the first elements of the keys."""
+        """Whether value vectors are not stored, because each is the beginning of its key vector."""
         return self.v is None
 
     @property
@@ -403,7 +403,7 @@ class RaggedOptions(Options):
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes, dtypes and options of a call. They determine which backends support it.
+    """Sizes, dtypes and options of a call, which determine the backends that support the call.
 
     Attributes:
       op: the op.
@@ -414,7 +414,7 @@ class Problem:
       has_sinks: whether there are attention sinks.
       options: options of the op.
       lanes: size of the last dimension of the pool of keys: D, or D padded to a multiple of 128.
-      shares_values: whether the values are the first elements of the keys.
+      shares_values: whether each value vector is the beginning of its key vector.
     """
 
     op: Op
@@ -456,9 +456,9 @@ class Problem:
 
     @property
     def separate_values_refusal(self) -> str | None:
-        """Why a kernel that needs values of D elements does not support the call, or None.
+        """Why kernels that need values of D elements do not support the call; None if they do.
 
-        Such kernels support shorter values only if these are the first elements of the keys.
+        They support shorter values only if each value vector is the beginning of its key vector.
         """
         if self.shares_values or "U" not in dict(self.sizes) or self.value_dim == self["D"]:
             return None

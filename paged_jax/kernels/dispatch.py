@@ -259,11 +259,12 @@ def choose_backend(problem: Problem, platform: str) -> BackendChoice:
 
 
 def _why_not(backend: Backend, problem: Problem) -> str | None:
-    """Return why a backend does not support a problem in this process, or None if it does.
+    """Return why a backend does not support a call in this process, or None if it does.
 
     A backend that compiles its kernels on this machine has a method `unavailable`. The method
-    compiles the kernel for a problem, and returns why that failed, or None. If the kernel is
-    unavailable, the ops of such a backend can still be traced and lowered, and run in plain JAX.
+    compiles the kernel for a call, and returns why that failed, or None if it succeeded. If the
+    kernel is unavailable, the ops of such a backend can still be traced and lowered, and run in
+    plain JAX.
     """
     why_not = backend.refusal(problem)
     unavailable = getattr(backend, "unavailable", None)
@@ -274,7 +275,7 @@ def _in_order(problem: Problem, platform: str) -> list[tuple[str, Backend, str |
     """Return name, backend and preference of the backends for a platform, in the order to try.
 
     Backends that are compared by measurements have a method `preference`. It returns why the
-    backend is preferred to others for a problem, or None.
+    backend is preferred to others for the call, or None if it is not preferred.
     """
     found: list[tuple[str, Backend, str | None]] = []
     for name, backend in BACKENDS.items():
@@ -337,7 +338,7 @@ class Dispatch:
     The constructor raises `ValueError` if the backend does not exist, does not implement the op, or
     does not run on the device of `array`. It also raises `ValueError` if `interpret` is set and the
     backend is not written in Pallas. It raises `NotImplementedError` if the backend does not
-    support the problem.
+    support the call.
 
     Attributes:
       function: public name of the op, for error messages.

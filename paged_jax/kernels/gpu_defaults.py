@@ -31,16 +31,18 @@ DEFAULTS_VARIABLE = "PAGED_JAX_GPU_DEFAULTS"
 
 
 class CallKey(NamedTuple):
-    """Properties of a call that determine its entry, in addition to the GPU and the op.
+    """Properties of a call that, with the GPU and the op, identify its entry in the table.
 
-    The string of a key is the key in `gpu_defaults.json`.
+    ``str(key)`` is the name of the entry in `gpu_defaults.json`.
 
     Attributes:
       head_dim: elements of a key (D).
-      value_dim: elements of a value (U), if it differs from D or is a part of the key; else 0.
+      value_dim: elements of a value (U), if U differs from D or if values are parts of the keys
+        (latent attention); else 0.
       group: query heads of a KV head (G); 0 if the op has no queries.
       block_size: tokens in a block (C).
-      q_dtype: dtype of the queries, of the new keys and values, or of the projection.
+      q_dtype: dtype of the queries (attention), of the new keys and values (write), of `qkv`
+        (rope_write), or of the pools (copy_blocks).
       pool_dtype: dtype of the pools.
 
     Example:
@@ -57,7 +59,7 @@ class CallKey(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem) -> "CallKey":
-        """Return the key of a problem."""
+        """Return the key of the call that `problem` describes."""
         sizes, value_dim = dict(problem.sizes), problem.value_dim
         if value_dim == sizes["D"] and not problem.shares_values:
             value_dim = 0
@@ -74,12 +76,13 @@ class CallKey(NamedTuple):
         return f"D{self.head_dim}{value}{group} C{self.block_size} {dtypes}"
 
 
-# Nested mappings from a GPU, an op and a key to the name of the backend.
+# Maps the name of a GPU, then an op, then the string of a `CallKey` to the name of the fastest
+# backend.
 Defaults = Mapping[str, Mapping[str, Mapping[str, str]]]
 
 
 def measured_backend(device_kind: str, problem: Problem) -> str | None:
-    """Return the name of the fastest backend for a call on a GPU, or None if it is unknown."""
+    """Return the fastest backend's name for a call on a GPU; None if the table has no entry."""
     calls = _measured().get(device_kind, {}).get(problem.op, {})
     return calls.get(str(CallKey.of(problem))) if calls else None
 

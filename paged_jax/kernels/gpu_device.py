@@ -173,7 +173,7 @@ class GpuBackend:
     interpret: Interpret = False
 
     def preference(self, problem: Problem) -> str | None:
-        """Return why this backend is preferred to others for a problem, or None if it is not."""
+        """Return why this backend is preferred to others for a call, or None if it is not."""
         kind = device().kind
         if measured_backend(kind, problem) != self.name:
             return None

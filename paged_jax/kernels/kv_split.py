@@ -36,17 +36,17 @@ from paged_jax.kernels.backend import AttentionArgs
 # starts as soon as a short part ends.
 _WAVES = 3
 
-# Time for merging the parts of a sequence. Its unit is the time of a loop step of a program
-# instance that runs alone on its SM.
+# Time for merging the partial results of a sequence. The unit is the time of a loop step of a
+# program instance that runs alone on its SM.
 _MERGE_STEPS = 6
 
 # The memory bandwidth is saturated if one in `_SATURATING` of the program instances that the GPU
 # can run at a time is running.
 _SATURATING = 6
 
-# A batch is always split if one of its sequences can have more loop steps than this. Without the
-# split, that sequence might still run when all others have ended, which would cost more time than
-# merging parts.
+# A batch is always split if one of its sequences can need more loop steps than this number. Without
+# the split, the program instance of that sequence might still run when all others have ended. This
+# would cost more time than merging the partial results of a split sequence.
 _LONG_STEPS = 16
 
 # Maximum batch size. It is limited because each program instance holds the lengths of all sequences
@@ -55,7 +55,7 @@ MAX_SEQUENCES = 4096
 
 
 class KVSplit(NamedTuple):
-    """Static sizes of a split. Together with the lengths, they determine all parts.
+    """Static sizes that, with the lengths of the sequences, determine all parts of a batch.
 
     Attributes:
       batch: number of sequences (B).
@@ -127,9 +127,9 @@ def choose_num_parts(batch: int, kv_heads: int, max_steps: int, resident: int) -
     of a small batch run at the same time. A large batch has several parts for each program instance
     that runs at a time.
 
-    Splitting costs the time of a merge. It is worthwhile if it saves more time, or if one sequence
-    can be so long that it still runs when all others have ended. It does not help if whole
-    sequences already saturate the memory bandwidth.
+    Splitting is worthwhile if it saves more time than merging the partial results costs, or if one
+    sequence can be so long that it still runs when all others have ended. Splitting does not help
+    if program instances that read whole sequences already saturate the memory bandwidth.
 
     Args:
       batch: number of sequences (B).
@@ -203,7 +203,7 @@ def take_part(
 
 
 def _divide(split: KVSplit, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the maximum number of steps in a part, and the cumulative counts of parts."""
+    """Return the maximum number of steps in a part, and the cumulative sums of part counts."""
     is_sequence = jnp.arange(lengths.size, dtype=jnp.int32) < split.batch
     steps = jnp.where(is_sequence, _count_steps(split, lengths), 0)
     total = jnp.sum(steps, dtype=jnp.int32)
@@ -214,7 +214,7 @@ def _divide(split: KVSplit, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _count_parts(steps: jax.Array, max_steps: jax.Array) -> jax.Array:
-    """Return the number of parts: at least 1, because empty sequences have a result too."""
+    """Return the number of parts of a sequence; 1 if it is empty, because it has a result too."""
     return jnp.maximum(lax.div(steps + max_steps - 1, jnp.full_like(steps, max_steps)), 1)
 
 

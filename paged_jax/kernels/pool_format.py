@@ -33,7 +33,7 @@ class Pages(NamedTuple):
     Attributes:
       kv: ``[P, C, 2 * K, D]``, floating point or int8. Each token has the key of head 0, its value,
         the key of head 1, its value, and so on. Pages ``[P, C, 1, D]`` have the keys of a single KV
-        head. The values are then the first elements of the keys.
+        head. Each value vector is then the beginning of its key vector.
     """
 
     kv: jax.Array
@@ -56,7 +56,7 @@ class Pages(NamedTuple):
 
     @property
     def shares_values(self) -> bool:
-        """Whether the values are the first elements of the keys."""
+        """Whether value vectors are not stored, because each is the beginning of its key vector."""
         return self.kv.shape[2] == 1
 
     @property
@@ -74,7 +74,7 @@ class Pages(NamedTuple):
         return Pages(function(self.kv))
 
     def place(self, half: Half, layer: Any, block: Any, head: Any, offset: Any) -> tuple[Any, Any]:
-        """Return `kv`, and the index of the keys or values of tokens in it.
+        """Return `kv`, and the index in `kv` at which the keys or values of tokens are stored.
 
         `half` is ``"k"`` or ``"v"``. `offset` is an offset in the page, or a range of offsets.
         """
@@ -187,7 +187,7 @@ def quantise_parts(
     """Quantise rows like `quantise`, with operations that Pallas supports on GPUs.
 
     Args:
-      parts: floating point ``[N, x]``, consecutive parts of the rows.
+      parts: the rows, split along the last dimension: consecutive floating point arrays ``[N, x]``.
       dtype: int8 or float8_e4m3fn.
 
     Returns:
@@ -222,7 +222,7 @@ def round_half_to_even(x: jax.Array) -> jax.Array:
 
 
 def round_up_to_lanes(head_dim: int) -> int:
-    """Return the head dimension rounded up to a multiple of 128, as TPU registers have it."""
+    """Return the head dimension rounded up to a multiple of 128, the lanes of a TPU register."""
     return -(-head_dim // LANES) * LANES
 
 
@@ -241,11 +241,11 @@ def padded_head_dim(head_dim: int, platform: str) -> int:
 
 
 def padded_state_shape(shape: tuple[int, ...], platform: str) -> tuple[int, ...]:
-    """Return the shape of a recurrent state in its pool: on TPUs, matrices fill whole tiles.
+    """Return the shape of a recurrent state in its pool; on TPUs, matrices are padded to tiles.
 
-    The reason is that of `padded_head_dim`: for an unpadded matrix, XLA may choose another layout
-    in a step than in the pool, and copies the whole pool twice. States that are vectors stay as
-    they are.
+    Like the padding of `padded_head_dim`, this prevents copies: for unpadded matrices, XLA may use
+    different layouts in the pool and in a step, and then copies the whole pool twice. States that
+    are vectors are not padded.
 
     Example:
       >>> padded_state_shape((30, 96, 192), "tpu"), padded_state_shape((30, 96, 192), "gpu")

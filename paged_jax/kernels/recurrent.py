@@ -39,8 +39,10 @@ from paged_jax.kernels.dispatch import general_backend, run_kernel
 from paged_jax.kernels.gradients import with_plain_gradients
 from paged_jax.kernels.rows import set_states, take_states
 
-# `_TILE` is the number of tokens in a tile, and `_BLOCK` the number of tokens in a block when a
-# triangular matrix is inverted. With tiles of 128 tokens, the inverse would be less accurate.
+# `_TILE` is the number of tokens in a tile. The delta rule inverts a triangular matrix with one row
+# and one column per token of a tile; with tiles of 128 tokens, the inverse would be less accurate.
+# `_BLOCK` is the number of tokens in the blocks into which `_invert` and `_decayed_products` divide
+# a tile.
 _TILE, _BLOCK = 64, 16
 
 _einsum = functools.partial(jnp.einsum, precision="highest")
@@ -334,7 +336,7 @@ def _scan_tiles(
       k: float32 ``[B, Q, K, G, tile, D]``, keys that write into the state after the tile.
       values: float32 ``[B, Q, K, G, tile, U]``, values that `k` writes.
       keys: float32 ``[B, Q, K, G, tile, D]``, keys that read values from the state before the tile.
-        These are subtracted from `values`. None to subtract nothing.
+        The values they read are subtracted from `values`; None to subtract nothing.
       inner: float32 ``[B, Q, K, G, tile, tile]``, products of the queries and keys of a tile.
       decay: float32 ``[B, Q, K, G, D]`` or ``[B, Q, K, G, 1]``, decay of the state over the tile.
       state: float32 ``[B, K, G, D, U]``, state before the first tile.

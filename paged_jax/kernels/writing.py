@@ -68,8 +68,8 @@ def paged_write(
       k_pool: ``[L, P, K, C, D]``, keys. Floating point, or int8 or float8_e4m3fn with scales. The
         last dimension may be padded to a multiple of 128. The op leaves undefined values in the
         padding.
-      v_pool: ``[L, P, K, C, U]``, values, of the dtype of `k_pool`. None if the values are the
-        first elements of the keys. Then `v` must be None too.
+      v_pool: ``[L, P, K, C, U]``, values, of the dtype of `k_pool`. None if each value vector is
+        the beginning of its key vector. Then `v` must be None too.
       k: ``[N, K, D]`` floating point, cast to the dtype of the pool. For a quantised pool it is
         rounded with one scale per token and head, see `quantise`.
       v: ``[N, K, U]``, like `k`. U is D in most models.

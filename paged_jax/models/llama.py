@@ -324,7 +324,7 @@ class Llama(PagedModel):
         token_ids: jax.Array,
         find: Callable[[Weight, jax.Array], jax.Array],
     ) -> jax.Array | None:
-        """Return the per-layer embeddings of the tokens, ``[..., L, d]``; None without them.
+        """Return the per-layer embeddings of tokens, ``[..., L, d]``; None if the model has none.
 
         The embedding of a token for a layer is the sum of an entry of the table
         ``embed_tokens_per_layer`` and a normalised projection of `x`, divided by sqrt(2).

@@ -365,9 +365,9 @@ class MatrixFormats:
 
     @classmethod
     def create(cls, formats: Mapping[str, WeightFormat]) -> "MatrixFormats":
-        """Return the shortest `MatrixFormats` for a mapping from each matrix to its format.
+        """Return a `MatrixFormats` with the format that `formats` maps each matrix name to.
 
-        Stacked and separate layers with the same formats give equal results.
+        The default is the most frequent format. Stacked and separate layers give equal results.
         """
         kinds: dict[str, set[WeightFormat]] = {}
         for name, format in formats.items():

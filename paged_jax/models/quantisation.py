@@ -111,11 +111,11 @@ class Quantisation:
     has_kv_scales: bool = False
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """Return the scheme of the first pattern that matches a module, or None."""
+        """Return the scheme of the first pattern that matches a module; None if unquantised."""
         return next((scheme for each, scheme in self.schemes if each.matches(module)), None)
 
     def ignoring(self, module: str) -> str | None:
-        """Return the config entry that excludes a module from quantisation, or None."""
+        """Return the config entry that excludes a module from quantisation; None if none does."""
         for pattern in self.ignored:
             if pattern.matches(module):
                 return pattern.text
@@ -193,7 +193,7 @@ class Entries:
         self._read: set[str] = set()
 
     def get(self, *keys: str) -> Any:
-        """Return the value of the first key that is present and not null, or None."""
+        """Return the value of the first key that is present and not null, or None if no key is."""
         self._read |= {*keys}
         return next((self.content[key] for key in keys if self.content.get(key) is not None), None)
 
@@ -231,7 +231,7 @@ class Entries:
         return tuple(found)
 
     def section(self, key: str) -> "Entries | None":
-        """Return a reader of the object under a key; None if there is none."""
+        """Return a reader of the object under a key; None if the key is missing or null."""
         value = self.get(key)
         return None if value is None else Entries(value, f"{self.where}.{key}")
 

@@ -14,7 +14,7 @@ from paged_jax.models.layer_groups import ATTENTION_TYPES, FULL, SLIDING, Latent
 from paged_jax.models.model_folder import read_boolean, read_integer, read_number, read_object
 from paged_jax.models.rope import SCALING_FIELDS, QueryScale, RopeScaling
 
-# Keys of the sizes of latent attention that are required. The key `q_lora_rank` may be null.
+# Required keys with the sizes of latent attention. One more key, `q_lora_rank`, may be null.
 _LATENT_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -135,7 +135,7 @@ def write_latent(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _mscale_all_dim(fields: Mapping[str, Any], factor: float) -> float:
-    """Return the entry ``mscale_all_dim`` that gives `attention_multiplier`; 0 for none."""
+    """Return the ``mscale_all_dim`` that gives `attention_multiplier`; 0 for no such entry."""
     latent: LatentSizes | None = fields["latent"]
     multiplier = fields["attention_multiplier"]
     if latent is None or multiplier is None or factor <= 1:
@@ -148,7 +148,10 @@ def _mscale_all_dim(fields: Mapping[str, Any], factor: float) -> float:
 def _read_query_scale(
     config: Mapping[str, Any], rope: Mapping[str, Any], family: Family
 ) -> QueryScale | None:
-    """Return the `QueryScale` of a config, or None. `rope` is the entry `rope_parameters`."""
+    """Return the `QueryScale` of a config; None if queries have no position-dependent scale.
+
+    `rope` is the entry `rope_parameters`.
+    """
     if family.query_scale == "attn_temperature_tuning":
         # In early files, the value is a number of layers instead of true.
         if not config.get("attn_temperature_tuning"):
@@ -178,7 +181,7 @@ def read_scaling(
     """Convert the object ``rope_scaling``, or an object in ``rope_parameters``.
 
     Args:
-      rope: the object.
+      rope: the object to convert.
       max_position_embeddings: value of this key in the same config.
       original: value of ``original_max_position_embeddings`` at the top level of the config
         (Phi-3), or None.
@@ -360,12 +363,13 @@ def _local_theta(
     local: Mapping[str, Any] | None,
     others: tuple[float, RopeScaling | None, float],
 ) -> float | None:
-    """Return the rotary base of layers with a sliding window; None if all layers are equal.
+    """Return the rotary base of layers with a sliding window; None if they rotate like the others.
 
     Args:
-      config: content of the file.
+      config: content of ``config.json``.
       family: family of the model.
-      local: object in `rope_parameters` for layers with a window; None if there is none.
+      local: object in `rope_parameters` for layers with a window; None if the config has no
+        separate object for these layers.
       others: base, scaling and partial rotary factor of the other layers.
     """
     if not family.local_rope:

@@ -31,7 +31,7 @@ from paged_jax.sampling.state import Assignment
 
 _ASSIGNMENT = "choice of tokens"
 _TOKEN_MASKS = "choice of tokens by grammars"
-# Maximum time in seconds that `Executor.read` waits until the call thread has made the next call. A
+# Maximum time in seconds that `Executor.read` waits until `CallThread` has made the next call. A
 # call needs the GIL for 0.15 to 0.35 ms. If the thread that reads takes the GIL first, the call may
 # be delayed by 5 ms, and the device is idle. Measured with `python -m benchmarks.host` on 2 busy
 # cores and a device with 4.5 ms per step: the device is idle for 0.6 to 1.8 ms per dispatch without
@@ -43,7 +43,7 @@ class QueuedResult(NamedTuple):
     """Result of a queued program that the host has not read; see `Executor.read`.
 
     Attributes:
-      result: the result of the program, or a future for it if the call thread makes the call.
+      result: the program's result, or a future for it if a `CallThread` calls the program.
     """
 
     result: Any
@@ -53,7 +53,7 @@ class Executor:
     """Runs programs; each program gets the state that the previous program returned.
 
     All methods must be called from the same thread. If `calls_wait` is True or masks of grammars
-    must be written, a second thread makes the calls of `queue_ahead`. Methods that need the state
+    must be written, a `CallThread` calls the programs of `queue_ahead`. Methods that need the state
     then wait for that thread.
 
     Args:
@@ -126,7 +126,8 @@ class Executor:
         # allocated.
         self._compiles_without_state = self._device.platform == "gpu"
         self._call_thread = CallThread()
-        # Future of the calls that the last `queue_ahead` queued, or None if they have been made.
+        # Future of the calls that the last `queue_ahead` passed to the `CallThread`; None if all of
+        # these calls are known to have returned.
         self._ahead: concurrent.futures.Future[Any] | None = None
         # The latest result that contains `free_blocks`, or None if a later program may have changed
         # the free blocks.
@@ -381,10 +382,7 @@ class Executor:
 
     @contextlib.contextmanager
     def _compiling(self, program: str) -> Iterator[None]:
-        """Return a context manager that reports and measures the compilation of a program.
-
-        The caller calls the program inside it.
-        """
+        """Return a context manager, for a program's call, that reports and measures compilation."""
         if program in self._compiled:
             yield
             return

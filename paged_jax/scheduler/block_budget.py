@@ -234,7 +234,7 @@ class WindowBlockBudget(BlockBudget):
 
     @property
     def max_length(self) -> int | None:
-        """Maximum number of tokens of a sequence; None if the pool has room for a window."""
+        """Maximum tokens of a sequence; None (no limit) if a whole window fits the pool."""
         return None if self.num_blocks >= self._most_decoding else super().max_length
 
     def num_required(self, num_tokens: int) -> int:

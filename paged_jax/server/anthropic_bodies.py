@@ -87,7 +87,7 @@ class CountTokensBody(TemplateFields):
 
     @property
     def format(self) -> OutputFormat | None:
-        """Required format of the text, from either of its fields; None if there is none."""
+        """Required format, from `output_config.format` or else `output_format`; None if not set."""
         config = self.output_config
         return self.output_format if config is None or config.format is None else config.format
 

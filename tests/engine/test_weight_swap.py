@@ -301,7 +301,7 @@ def test_update_params_rejects_bad_mappings(tiny_model, changes, message) -> Non
     with pytest.raises(ValueError, match=r"must only contain tensors of the model, got x \("):
         engine.update_params({**tree, "x": jnp.zeros(3)}, mapping=MAPPING)
     with pytest.raises(
-        ValueError, match="must be a model.* another implementation of the model, pass a map"
+        ValueError, match="must be a model.* another implementation of the model, also pass map"
     ):
         engine.update_params(tree)
     assert all(x is y for x, y in zip(before, engine.weights, strict=True))

@@ -46,8 +46,8 @@ from paged_jax.formatting import short_repr
 from paged_jax.kernels.opaque_call import take_or_fill, without_index_checks
 
 # Number of prompt tokens that recurrent layers process together. Prompt chunks end at multiples of
-# this number, so that the states do not depend on the chunk sizes. The marks described above are
-# states after a multiple of this number of tokens.
+# this number, so that the states do not depend on the chunk sizes. A mark, the saved state that is
+# described above, is the state after a multiple of this number of tokens.
 STATE_INTERVAL = 64
 
 
@@ -58,12 +58,13 @@ class StateTables:
     """The pool entries that hold each slot's recurrent state, and the pool of these entries.
 
     Attributes:
-      pool: the `BlockPool` of the entries; a cached entry is a snapshot. Its `token_ids` are the
-        tokens of the attention block that ends at the snapshot.
+      pool: the `BlockPool` of the entries; a cached entry is a snapshot. For each snapshot,
+        the pool's `token_ids` hold the tokens of the attention block whose last token is the
+        snapshot's last token.
       entries: i32[S], the entry that the next program writes the new state of each slot to. After
         the program it holds the state after all tokens of the slot. P if the slot is empty.
       sources: i32[S], the entry that the next program reads; P stands for a state of zeros.
-      marks: i32[S], the entry with the mark of each slot; P if it has none.
+      marks: i32[S], the entry with each slot's mark, a saved earlier state; P if the slot has none.
       mark_lengths: i32[S], the number of tokens that the mark covers.
       spares: i32[S], a free entry for the states after more than `turns` tokens, so that the entry
         with the state after `turns` tokens becomes the mark. P if the next program leaves no mark.
@@ -129,7 +130,7 @@ def reserve_states(tables: StateTables, is_writer: jax.Array) -> StateTables:
     so no slot writes to an entry that another slot reads.
 
     Args:
-      tables: the state; may be donated.
+      tables: the tables to change; may be donated.
       is_writer: bool[S], whether the program appends tokens to each slot. It must write the states
         of all these slots.
 
@@ -193,13 +194,14 @@ def plan_states(
 ) -> StateTables:
     """Choose the entries of a program that appends one token at a time, including its marks.
 
-    When a slot reaches `turns` tokens, its state is in its entry in `entries`. The program must
-    read the state from there, and write the following states to the slot's entry in `spares`.
-    Afterwards, the caller calls `commit_marks`. A mark is planned only if an entry is free for it.
-    The pool has P - S more entries than slots; half of these are reserved for snapshots.
+    When slot s reaches ``turns[s]`` tokens, its state is in entry ``entries[s]``. The program must
+    read the state from there, and write the following states to entry ``spares[s]``, so that entry
+    ``entries[s]`` keeps the mark. Afterwards, the caller calls `commit_marks`. A mark is planned
+    only if an entry is free for it. The pool has P - S more entries than slots; half of these are
+    reserved for snapshots.
 
     Args:
-      tables: the state; may be donated.
+      tables: the tables to change; may be donated.
       is_writer: bool[S], whether each slot gets tokens, see `reserve_states`.
       lengths: i32[S], the number of tokens in each slot before the program.
       most: i32[], the maximum number of tokens that the program appends to a slot.
@@ -211,7 +213,7 @@ def plan_states(
 def plan_marks(
     tables: StateTables, is_writer: jax.Array, lengths: jax.Array, most: int | jax.Array
 ) -> StateTables:
-    """Choose the slots in which a program leaves marks, by setting `spares` and `turns`.
+    """Choose the slots that get a new mark in the next program: set `spares` and `turns`.
 
     Call it after `reserve_states`. See `plan_states` for the arguments.
     """
@@ -248,12 +250,12 @@ def commit_marks(tables: StateTables, lengths: jax.Array) -> StateTables:
 
 
 def follow_states(tables: StateTables, parents: jax.Array, ok: jax.Array) -> StateTables:
-    """Make slots share the states of other slots, until one of them writes a new state.
+    """Make each child slot share its parent's state, until one of the two writes a new state.
 
     Args:
-      tables: the state; may be donated.
-      parents: i32[S], the parent of each slot that gets the state of another slot; -1 or its own
-        index leaves a slot unchanged.
+      tables: the tables to change; may be donated.
+      parents: i32[S], the index of each slot's parent. A slot with -1 or its own index has no
+        parent, and is unchanged.
       ok: bool[], whether to apply the change. If it is True, all parents must exist.
     """
     slots = jnp.arange(tables.num_slots, dtype=jnp.int32)
@@ -275,7 +277,7 @@ def release_states(tables: StateTables, mask: jax.Array) -> StateTables:
 
 @without_index_checks
 def attach_state(tables: StateTables, slot: jax.Array, entry: jax.Array) -> StateTables:
-    """Make the snapshot `entry` i32[] the state of an empty slot; P ("no entry") does nothing."""
+    """Let an empty slot start from the snapshot `entry` i32[]; do nothing if `entry` is P."""
     pool = block_pool.revive(tables.pool, entry[None])
     entries = tables.entries.at[slot].set(entry, mode="drop")
     return replace(tables, pool=pool, entries=entries)
@@ -295,10 +297,11 @@ def publish_states(
 
     Row i of the arguments asks for a snapshot of slot ``slots[i]`` after its first ``ends[i]``
     tokens. The row is ignored if neither the state nor the mark of the slot covers exactly that
-    number of tokens, if their entry is already a snapshot, or if another snapshot has the digest.
+    number of tokens, if the entry of this state or mark is already a snapshot, or if another
+    snapshot has the digest.
 
     Args:
-      tables: the state; may be donated.
+      tables: the tables to change; may be donated.
       slots: i32[N], the slot of each snapshot.
       is_snapshot: bool[N], whether to process the row; rows with False are ignored.
       digests: u32[N, 8], the digests of the attention blocks that end after `ends` tokens.
@@ -313,7 +316,8 @@ def publish_states(
     entries = jnp.where(take_or_fill(lengths, rows) == ends, entries, marks)
     is_known = block_pool.find(pool, digests, entries < P) < P
     is_new = (entries < P) & ~is_known & ~pool.is_cached.at[entries].get(mode="clip")
-    # Slots can share an entry, and sequences with equal tokens can have different entries.
+    # Publish only the first of several rows with the same entry or the same digest: slots can share
+    # an entry, and sequences with equal tokens can have different entries.
     index = jnp.arange(len(slots), dtype=jnp.int32)
     is_equal_NN = (entries[:, None] == entries[None]) | jnp.all(
         digests[:, None] == digests[None], axis=2

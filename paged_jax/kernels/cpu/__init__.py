@@ -409,7 +409,7 @@ class Cpu:
     is_any_missing = staticmethod(library.is_any_missing)
 
     def unavailable(self, problem: Problem) -> str | None:
-        """Compile the kernel for a problem; return why that failed, or None if it succeeded."""
+        """Compile the kernel for a call; return why that failed, or None if it succeeded."""
         op = "prefill" if problem.op == "prefill" else "decode"
         return load(Kernel(op, jnp.dtype(problem.pool_dtype))).why_not
 

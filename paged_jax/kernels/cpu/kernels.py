@@ -1,7 +1,7 @@
 """Descriptions of the C++ kernels for CPUs: ops, dtypes, static parameters and self-tests.
 
-A self-test is a small problem that is also solved by NumPy. When `library` loads a kernel, it runs
-the self-test, before programs call the kernel.
+A self-test runs a kernel on small arrays, and computes the expected result with NumPy. When
+`library` loads a kernel, it runs the self-test before programs call the kernel.
 """
 
 import math
@@ -102,14 +102,14 @@ def _test_quantised_linear(target: str, kernel: Kernel) -> Results:
     return _test_groups(target, operands, w.reshape(3, 37, K), **flags)
 
 
-# The groups have 6 of the 7 rows; the last row has no group.
+# Number of rows in each of the three groups. `x` has 7 rows, so its last row is in no group.
 _SIZES = np.array([1, 0, 5], np.int32)
 
 
 def _test_groups(
     target: str, operands: Sequence[Any], w: np.ndarray, **attributes: np.generic
 ) -> Results:
-    """Multiply rows by the weights of three groups. The first operand is `x`."""
+    """Test the product of the 7 rows of ``operands[0]`` and the weights `w` of three groups."""
     x, N = operands[0], w.shape[1]
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((7, N), jnp.float32))
     got = np.asarray(jax.jit(lambda *args: call(*args, **attributes))(*operands))
@@ -119,9 +119,9 @@ def _test_groups(
 def _test_attention(target: str, kernel: Kernel) -> Results:
     """Test a decode or prefill of a single sequence.
 
-    The queries are the last query of the sequence in a decode, or the last 7 queries in a prefill.
-    Weights of the softmax are powers of two, relative to the largest. bfloat16 represents them and
-    the queries exactly, so a prefill gives the same result for queries of both dtypes.
+    A decode has the query of the last token, a prefill has the queries of the last 7 tokens. The
+    softmax weights, divided by the largest, are powers of two. bfloat16 represents these weights
+    and the queries exactly, so a prefill gives the same result for float32 and bfloat16 queries.
     """
     rng = np.random.default_rng(0)
     is_decode, dtype = kernel.op == "decode", kernel.dtype
@@ -228,9 +228,10 @@ def _test_step(
     out_shape: tuple[int, ...],
     advance: Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]],
 ) -> Results:
-    """Test a step of a recurrent layer with three rows.
+    """Test one step of a recurrent layer on a batch of three rows.
 
-    Rows 0 and 1 read the same entry, which row 0 overwrites. Row 2 reads zeros.
+    Rows 0 and 1 read their state from the same entry of the pool, and row 0 writes its new state to
+    this entry. Row 2 starts from a state of zeros.
     """
     pool = np.random.default_rng(1).integers(-8, 8, (2, 4, *shape)).astype(np.float32)
     ids = np.array([1, 1, 4], np.int32), np.array([1, 3, 0], np.int32)

@@ -356,7 +356,7 @@ def _in_a_thread(function: Any) -> Any:
 
 
 def _find_failure(kernel: Kernel, target: str) -> str | None:
-    """Run the self-test of a kernel on a CPU device; return what is wrong, or None."""
+    """Run the self-test of a kernel on a CPU; return why it failed, or None if it passed."""
     try:
         device = jax.devices("cpu")[0]
     except RuntimeError:

@@ -65,7 +65,7 @@ class DecodeSizes(NamedTuple):
       block_size: tokens in a block (C).
       head_dim: elements of a key (D).
       value_dim: elements of a value (U).
-      shares_values: whether values are the first elements of keys.
+      shares_values: whether each value vector is the beginning of its key vector.
       num_stages: number of loop steps whose tiles the ring buffer holds.
       slice_size: number of query heads of a thread block, a divisor of the query heads per KV head.
       is_narrow: whether the elements of the pools or pages have 8 bits.
@@ -410,7 +410,7 @@ def load_keys(tile_ref: Any, dtype: Any) -> jax.Array:
 def load_scales(
     shared: SharedTiles, slot: jax.Array, is_seen: Callable[[jax.Array, int], jax.Array] | None
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Load the scales of the keys and of the values of a loop step, f32 ``[T]`` each, or None.
+    """Load the scales of a loop step's keys and values, f32 ``[T]``; None if not quantised.
 
     `is_seen` returns whether the query sees tokens. If it is given, the scales of unseen values are
     0.

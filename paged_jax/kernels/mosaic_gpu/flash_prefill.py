@@ -446,7 +446,7 @@ def _as_lanes(column: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _load_sinks(sinks_ref: Any, head: jax.Array, sizes: PrefillSizes) -> jax.Array | None:
-    """Return the sink of each row's query head times log2(e), f32 ``[64]``, or None."""
+    """Return the sink of each row's query head times log2(e), f32 ``[64]``; None without sinks."""
     if sinks_ref is None:
         return None
     sinks, first = jnp.full(head.shape, -jnp.inf, jnp.float32), lax.axis_index("place")

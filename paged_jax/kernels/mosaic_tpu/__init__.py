@@ -321,7 +321,7 @@ class MosaicTpu:
         return recurrent.advance_rows(step, self.interpret)
 
     def grouped_linear_refusal(self, x: jax.Array, w: Weight, sizes: jax.Array) -> str | None:
-        """Return why the kernel that JAX ships does not support these arrays, or None."""
+        """Return why JAX's own kernel does not support these arrays, or None if it does."""
         del x, sizes
         if w.scales is not None:
             return f"weights must be floating point, got {w.format.code} with scales"

@@ -117,8 +117,8 @@ def choose_tiling(T: int, G: int, M: int, k_pool: Any) -> AttentionTiling:
 class PoolRefs(NamedTuple):
     """Refs of keys, values and scales: of the pools in HBM, or of buffers in VMEM.
 
-    Scales are None if the pools are not quantised. Refs of values are None if the values are the
-    first elements of the keys.
+    Scales are None if the pools are not quantised. Refs of values are None if each value
+    vector is the beginning of its key vector.
     """
 
     k: Any  # pool [L, P, K, C, lanes], or buffer [2, K, N, lanes]

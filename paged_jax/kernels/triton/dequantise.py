@@ -56,7 +56,10 @@ class TileFormat(NamedTuple):
 
     @property
     def halves(self) -> tuple[int, ...]:
-        """Indices of the halves of a byte, which are multiplied separately; ``(0,)`` for 8 bits."""
+        """Indices of the values in a byte: ``(0, 1)`` for 4-bit values, ``(0,)`` for 8-bit values.
+
+        The kernel multiplies the values of each index in a separate matmul.
+        """
         return (0, 1) if self.weight.is_packed else (0,)
 
     @property
@@ -75,7 +78,7 @@ class TileFormat(NamedTuple):
 
     @property
     def has_scale_per_half(self) -> bool:
-        """Whether the low and the high halves of the bytes have different scales."""
+        """Whether the two 4-bit values of a byte have different scales."""
         return self.weight.is_packed and self.group < PACKED_INPUTS
 
     @property
@@ -91,9 +94,10 @@ class TileFormat(NamedTuple):
         return step_bytes < 4 or row_bytes % min(step_bytes, 16) != 0
 
     def inputs_of_columns(self, half: int) -> jax.Array:
-        """Return the input that each column belongs to, i32 ``[columns]``.
+        """Return the index of the input that each column is multiplied by, i32 ``[columns]``.
 
-        `half` is the half of the bytes. Inputs are relative to the start of the loop step.
+        A column is a byte of each row of the weight. `half` is 0 for the low halves of packed bytes
+        or for 8-bit values, 1 for the high halves. Indices start at 0 in each loop step.
         """
         columns = jnp.arange(self.columns, dtype=jnp.int32)
         if not self.weight.is_packed:
@@ -116,7 +120,7 @@ def refusal(format: WeightFormat, num_inputs: int, dtype: Any) -> str | None:
 
 
 class WeightTile(NamedTuple):
-    """Some of the outputs of a weight. Methods load and convert the inputs of a loop step.
+    """A tile of a weight: some of its outputs. Methods load and convert one loop step at a time.
 
     Attributes:
       refs: refs of the values, scales and minima (or None). Float8 and packed values are uint8.
@@ -149,8 +153,9 @@ class WeightTile(NamedTuple):
     def load_scales(self, step: jax.Array) -> tuple[jax.Array | None, ...]:
         """Load the scales and the minima of a loop step, ``[N, groups]``.
 
-        Returns the scales and the minima (None if there are none), for each half of a byte if
-        halves have different scales.
+        Returns ``(scales, minima)``; the minima are None if the weight has none. If the halves of a
+        byte have different scales, the tuple has four elements: the scales and minima of the low
+        halves, then of the high halves.
         """
         halves = range(2 if self.format.has_scale_per_half else 1)
         return tuple(
@@ -252,9 +257,9 @@ class _Half(NamedTuple):
     """A 16-bit float dtype in PTX. A register holds two numbers of the dtype.
 
     Attributes:
-      name: name of a pair of such numbers in instructions.
-      base: a number with a low byte of zero. A small integer in its low byte is added to the
-        number.
+      name: type suffix of PTX instructions that process two numbers of the dtype at a time.
+      base: a number whose low byte is zero. Writing a small integer n to this byte gives the number
+        ``base + n``.
     """
 
     name: str

@@ -42,7 +42,7 @@ def refusal() -> str | None:
 
 
 def gpu_refusal() -> str | None:
-    """Return why kernels cannot be compiled for the GPU of `gpu_device.device`, or None."""
+    """Return why no kernel can be compiled for `gpu_device.device`, or None if kernels can."""
     gpu = gpu_device.device()
     if gpu.compute_capability < _LEAST_CAPABILITY:
         needed, found = (".".join(map(str, x)) for x in (_LEAST_CAPABILITY, gpu.compute_capability))

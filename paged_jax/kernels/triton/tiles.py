@@ -14,9 +14,9 @@ loaded, and is never stored. A loop step of a kernel reads a tile of K and a til
 A tile may also be a tuple of arrays, such as the even and the odd lanes. `score` adds the products
 of all arrays of K with the queries. Each array of V has its own output array.
 
-In latent attention, values are the first elements of the keys. A key then has two parts, and a tile
-of K has arrays for both parts. The arrays of the first part are also the tile of V, so they are
-loaded only once::
+In latent attention, each value vector is the beginning of its key vector. A key then has two parts,
+and a tile of K has arrays for both parts. The arrays of the first part are also the tile of V, so
+they are loaded only once::
 
     key     [ value, 512 elements                        | rotated, 64 ]
     tiles   [ step_tokens, 512 ], also the tile of V       [ step_tokens, 64 ]

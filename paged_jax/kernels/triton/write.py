@@ -63,9 +63,9 @@ from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 
 # A program instance writes `_TILE` elements. In a `write`, it writes this number of elements of K
 # and of V each, that is, 16 rows of 128 elements. A decode step of 128 sequences with 8 heads then
-# has 64 program instances, with 4 loads of 16 bytes in flight per thread. In a `rope_write`, they
-# are elements of `qkv`: 16 tokens of one head of 128 elements. A decode step of 64 sequences with
-# 32 + 2 * 8 heads then has 192 program instances.
+# has 64 program instances, with 4 loads of 16 bytes in flight per thread. In a `rope_write`, the
+# number counts elements of `qkv`: one head of 128 elements of 16 tokens. A decode step of 64
+# sequences with 32 + 2 * 8 heads then has 192 program instances.
 _TILE = 2048
 _WRITE_WARPS = 4
 # A program instance of `copy_blocks` moves this number of 32-bit words at a time, 32 words per
@@ -146,7 +146,7 @@ def _find_rows(
     is_new: jax.Array,
     pool_shape: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the row in the pool of each new row, i32 ``[R]``, and whether it is written.
+    """Return the pool's row for each new row, i32 ``[R]``, and whether the new row is written.
 
     The refs hold arrays of `WriteArgs`. `token` and `head`, i32 ``[R]`` or scalars, are the token
     and the KV head of each new row. `is_new`, bool ``[R]``, is False for padding rows.
@@ -181,7 +181,7 @@ def _store_rows(
       row: i32 ``[R]``, from `_find_rows`.
       is_kept: bool ``[R]``, from `_find_rows`.
       parts: the rows, floating point ``[R, lanes]``: a single array with all D elements, or several
-        arrays with an equal share of them. Lanes past the elements are 0.
+        arrays that each have an equal share of the elements. Lanes after the last element are 0.
       head_dim: head dimension (D).
       pool_dtype: dtype of the pool before `_as_rows`.
     """
@@ -191,7 +191,9 @@ def _store_rows(
         plgpu.store(scale_ref.at[row], scale, mask=is_kept)
         parts = [_as_pairs(part) for part in parts]
     for i, part in enumerate(parts):
-        width = part.shape[1]  # The width is half of the lanes if the pool is quantised.
+        # If the pool is quantised, `_as_pairs` has combined each two elements into one word, so
+        # `part` has half as many columns as before.
+        width = part.shape[1]
         num_words = part_dim * width // lanes
         word = jnp.arange(width, dtype=jnp.int32)[None]
         mask = is_kept[:, None] & (word < num_words)
@@ -382,7 +384,8 @@ def call_in_place(
     """Run a kernel that updates the pools in place.
 
     Args:
-      kernel: function of refs: the arguments, the pools as inputs, `out`, and the pools as outputs.
+      kernel: function of refs, in this order: the arguments, the pools as inputs, the additional
+        output (if `out` is given), and the pools as outputs.
       name: name of the kernel.
       views: tree of the pools, reshaped in any way.
       arguments: other inputs of the kernel.

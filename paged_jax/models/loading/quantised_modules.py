@@ -193,7 +193,7 @@ class ModuleMatrix(QuantisedTensor):
 
     @property
     def _min_dtype(self) -> str | None:
-        """Dtype of the minima that `_read_groups` returns; None for no minima."""
+        """Dtype of the minima that `_read_groups` returns; None if it returns no minima."""
         return None
 
     def _read_values(self, rows: slice) -> np.ndarray:

@@ -203,7 +203,7 @@ def _floats(name: str, arrays: WeightArrays, format: WeightFormat) -> QuantisedM
 
 
 def _find_blocks(scales: np.ndarray, group_size: int) -> tuple[int, np.ndarray] | None:
-    """Find square blocks with one scale each; return their size and scales, or None."""
+    """Return size and scales of square blocks with one scale each; None if there are none."""
     num_rows, num_groups = scales.shape
     for size in (_BLOCK, group_size):
         step = max(1, size // group_size)

@@ -134,9 +134,9 @@ class ChatTemplate:
         # Expressions in templates may raise any type of exception, so catch all of them.
         except Exception as error:
             reason = " ".join(str(error).split())
-        # Try again with changes that some templates need. Some concatenate the content of every
-        # message, so it must not be missing. Some require tool-call ids of exactly nine letters or
-        # digits.
+        # Try again with changes that some templates need. Some templates concatenate the content of
+        # every message, so no content must be missing. Others require tool-call ids of exactly nine
+        # letters or digits.
         for change in (_with_contents, _with_short_ids):
             changed = change(chat)
             if changed != chat:
@@ -198,7 +198,7 @@ class ChatTemplate:
         return message
 
     def _find_role(self, role: str, is_first: bool) -> bool | None:
-        """Return whether the template writes messages with this role; None if it fails."""
+        """Return whether the template writes messages with this role; None if rendering fails."""
         before = [] if is_first else [_USER, _ASSISTANT]
         try:
             text = self.render([*before, {"role": role, "content": _ROLE_PROBE}, _USER])
@@ -208,7 +208,7 @@ class ChatTemplate:
 
 
 def read_templates(folder: Path, config: Mapping[str, object]) -> tuple[str | None, str | None]:
-    """Return the sources of a model's chat template and of its template for tools, or None.
+    """Return the sources of a model's chat template and template for tools, each None if missing.
 
     If the files ``chat_template.jinja`` and ``additional_chat_templates/tool_use.jinja`` exist,
     they contain the templates. Otherwise, ``tokenizer_config.json`` contains a single template, or
@@ -259,7 +259,7 @@ def check_variables(variables: object) -> Mapping[str, object]:
 
 
 class _Arguments(dict[str, Any]):
-    """Arguments of a tool call: a dict that becomes its JSON text if it is concatenated.
+    """Arguments of a tool call: a dict that acts as its JSON text if ``+`` joins it to a string.
 
     Most templates expect an object. Others concatenate the arguments with strings, for which they
     need the original JSON text.
@@ -307,7 +307,7 @@ def _as_templates_expect(given: Any, takes_parts: bool) -> dict[str, Any]:
 
 
 def _with_contents(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with an empty content if they have none."""
+    """Return the messages, with an empty content in messages without a content."""
     return [{"content": "", **message} for message in chat]
 
 
@@ -373,7 +373,7 @@ def as_data(value: Any) -> Any:
 
 
 def _without_nulls(tool: Any) -> Any:
-    """Return a tool without fields that are None, neither in the tool nor in its function."""
+    """Return a tool without the fields that are None, in the tool itself and in its function."""
     if not isinstance(tool, dict):
         return tool
     fields = {key: value for key, value in tool.items() if value is not None}
@@ -406,13 +406,13 @@ def _with_arguments(call: Any) -> Any:
     )
 
 
-# Names of the message field with the reasoning that precedes the text. Each template reads one of
-# them.
+# Fields in which a message may have the reasoning that precedes its text. A template reads only one
+# of these fields.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with its reasoning, if any, under both names that templates read."""
+    """Return the message, with any reasoning in both ``thinking`` and ``reasoning_content``."""
     given = next((message[key] for key in _REASONING if message.get(key)), None)
     if given is None:
         return message

@@ -209,7 +209,10 @@ class _Merger:
         return found if is_object else None
 
     def _target(self, reference: str) -> dict[str, Any] | None:
-        """Return the object schema to which a reference points, or None, like `_object`."""
+        """Return the object schema to which a reference points, or None.
+
+        The result is None if the schema is missing or recursive, or if `_object` returns None.
+        """
         target = resolve({"$ref": reference}, self._root)
         if target is None or reference in self._active:
             return None

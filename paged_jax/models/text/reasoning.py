@@ -115,7 +115,7 @@ HARMONY = FORMATS["harmony"]
 
 
 def find_format(template: str) -> ReasoningFormat | None:
-    """Return the reasoning format whose closing marker a chat template contains, or None."""
+    """Return the reasoning format whose closing marker is in `template`; None if there is none."""
     if "<|channel|>" in template and _MESSAGE in template:
         return HARMONY
     return next((x for x in FORMATS.values() if x is not HARMONY and x.closing in template), None)

@@ -245,7 +245,7 @@ def _divide(written: str, name: str) -> _Call | None:
 
 
 def _gap(called: str, twice: str | None, head: str) -> str | None:
-    """Return the text between the arguments of one call and the name of the next, or None.
+    """Return the text from the end of one call's arguments to the next name; None if unknown.
 
     Args:
       called: a rendered chat with one call.
@@ -294,7 +294,7 @@ def _with_arguments(call: _Call) -> ToolFormat | None:
 
 
 def _with_affixes(format: ToolFormat, gap: str | None, before: str) -> ToolFormat | None:
-    """Add the texts before names and around several calls to a format; None if impossible.
+    """Add texts before names and around calls to a format; None if calls cannot be recognised.
 
     Args:
       format: format of the arguments; its `after_arguments` is all text after them.
