@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from paged_jax import distributed
@@ -228,8 +228,8 @@ def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
 
 
 def _as_chat(llm: LLM, prompt: Prompt) -> Prompt:
-    text = prompt if isinstance(prompt, str) else prompt.get("prompt")
-    others = {} if isinstance(prompt, str) else {k: v for k, v in prompt.items() if k != "prompt"}
+    others = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
+    text = others.pop("prompt", None)
     if not isinstance(text, str) or "prompt_token_ids" in others:
         raise ValueError(
             "--chat must be given with prompts that are text, got a prompt without text or with "

@@ -4,7 +4,7 @@
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from paged_jax.arguments import advise, names_arguments
 from paged_jax.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from paged_jax.engine.engine import Engine
-from paged_jax.engine.request_factory import Prompt
+from paged_jax.engine.request_factory import Prompt, list_prompts
 from paged_jax.engine.requests import own_transfers
 from paged_jax.monitoring import Status
 from paged_jax.rollouts import Rollout, as_array, check_prompts
@@ -60,9 +60,10 @@ class LLM(Engine):
         """Complete all prompts, and return their outputs when all are finished.
 
         Args:
-          prompts: one prompt or a list of prompts. A prompt is a text, ``{"prompt": text}`` or
-            ``{"prompt_token_ids": ids}``. If a dict also has ``cache_salt``, the prompt shares
-            cached blocks only with prompts that have the same salt.
+          prompts: one prompt or a list of prompts. A prompt is a text, a list of token ids,
+            ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``. If a dict also has
+            ``cache_salt``, the prompt shares cached blocks only with prompts that have the same
+            salt.
           sampling_params: parameters for all prompts, or a list with an entry for each prompt;
             `get_default_sampling_params` by default.
           priority: priority of each prompt; lower values are served first.
@@ -301,13 +302,7 @@ class LLM(Engine):
         each prompt, so equal prompts with the same seed draw the same tokens. If `shares_seeds`,
         samples are numbered over all prompts, so they draw different tokens.
         """
-        if isinstance(prompts, str | Mapping):
-            prompts = [prompts]
-        elif not isinstance(cast(object, prompts), Iterable):
-            raise ValueError(
-                f"{function}: prompts must be one prompt or a list of prompts, got {prompts!r}."
-            )
-        prompts = list(prompts)
+        prompts = list_prompts(function, prompts)
         count = len(prompts)
         sampling_params = self._list_params(function, sampling_params, count)
         priority = [0] * count if priority is None else priority

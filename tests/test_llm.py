@@ -464,6 +464,17 @@ def test_generate_may_use_the_whole_pool(small) -> None:
     check_empty(small)
 
 
+def test_generate_accepts_token_ids(llm) -> None:
+    """A list or an array of integers is one prompt; a list of such lists is several."""
+    ids = [5, 9, 30]
+    [want] = llm.generate({"prompt_token_ids": ids}, GREEDY)
+    for prompts in (ids, [ids], tuple(ids), np.array(ids), [np.array(ids)], jnp.array([ids])):
+        [got] = llm.generate(prompts, GREEDY)
+        assert got.prompt_token_ids == ids
+        assert got.outputs[0].token_ids == want.outputs[0].token_ids
+    assert len(llm.generate([ids, "It is", {"prompt_token_ids": ids}], GREEDY)) == 3
+
+
 # Invalid arguments
 
 
@@ -476,9 +487,9 @@ def test_llm_rejects_a_missing_folder(tmp_path) -> None:
     ("prompts", "params", "message"),
     [
         (None, GREEDY, "LLM.generate: prompts must be one prompt or a list of prompts, got None"),
-        ([[1, 2]], GREEDY, r'Pass token ids as {"prompt_token_ids": \[...\]}'),
-        ([1, 2], GREEDY, 'Pass token ids as {"prompt_token_ids"'),
-        ([np.array([1, 2])], GREEDY, 'Pass token ids as {"prompt_token_ids"'),
+        ([5.0], GREEDY, "a prompt must be a text, a list of token ids, or a dict"),
+        ([["a"]], GREEDY, "prompt_token_ids must"),
+        (np.ones((1, 1, 2), np.int32), GREEDY, "must be a one-dimensional array of integers"),
         ([{"role": "user", "content": "x"}], GREEDY, "Pass messages to LLM.chat"),
         (PROMPTS[:1], 5, "LLM.generate: sampling_params must be SamplingParams, got 5"),
         (PROMPTS[:1], {"n": 2}, r"got a dict. Pass SamplingParams\(\*\*params\)"),

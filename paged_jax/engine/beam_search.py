@@ -25,7 +25,7 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +33,7 @@ import numpy as np
 from paged_jax.arguments import is_int, is_real, names_arguments
 from paged_jax.cache.sequence_blocks import num_cached_tokens_at
 from paged_jax.engine.core import EngineCore
-from paged_jax.engine.request_factory import Prompt
+from paged_jax.engine.request_factory import Prompt, list_prompts
 from paged_jax.formatting import short_repr
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.runner.runner import slot_of
@@ -307,8 +307,7 @@ def beam_search(
     of running beams. `Engine.warmup` does not compile it.
     """
     core.check_idle("beam_search")
-    if isinstance(prompts, str | Mapping):
-        prompts = [prompts]
+    prompts = list_prompts("LLM.beam_search", prompts)
     end_ids = frozenset[int]() if params.ignore_eos else core.loaded.eos_token_ids
     max_bias = max((0.0, *core.loaded.token_bias.values))
     sampling_params = SamplingParams(temperature=0, max_tokens=params.max_tokens)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -15,7 +15,8 @@ from paged_jax.scheduler.completion import Completion
 from paged_jax.scheduler.outputs import RequestMetrics
 from paged_jax.scheduler.request import Request, Sequence
 
-Prompt = str | Mapping[str, Any]
+# A text, a dict with some of `_PROMPT_KEYS`, or token ids.
+Prompt = str | Mapping[str, Any] | list[int] | tuple[int, ...] | np.ndarray
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 # Maximum number of entries in a request's logit_bias. Each slot has a table of this size with 8
@@ -267,14 +268,43 @@ def _check_options(salt: Any, priority: Any, arrival_time: Any, timeout: Any, cl
 def _as_mapping(prompt: Any) -> Mapping[str, Any]:
     if isinstance(prompt, str):
         return {"prompt": prompt}
+    if isinstance(prompt, list | tuple) or hasattr(prompt, "__array__"):
+        return {"prompt_token_ids": prompt}
     if not isinstance(prompt, Mapping):
-        is_ids = is_int(prompt) or isinstance(prompt, list | tuple | np.ndarray)
-        advice = ' Pass token ids as {"prompt_token_ids": [...]}.' if is_ids else ""
         raise _error(
-            "a prompt must be a text or a dict with either prompt or prompt_token_ids, got "
-            f"{prompt!r}.{advice}"
+            "a prompt must be a text, a list of token ids, or a dict with either prompt or "
+            f"prompt_token_ids, got {prompt!r}."
         )
     return prompt
+
+
+def list_prompts(function: str, prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """Return a list of prompts for one prompt or several.
+
+    Args:
+      function: name of the public function, for errors.
+      prompts: one prompt or several. Integers are the token ids of one prompt.
+
+    Raises:
+      ValueError: `prompts` is neither.
+
+    Example:
+      >>> list_prompts("LLM.generate", [5, 6]), list_prompts("LLM.generate", [[5, 6], "Hello"])
+      ([[5, 6]], [[5, 6], 'Hello'])
+    """
+    given: Any = prompts
+    if isinstance(given, str | Mapping):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise ValueError(
+            f"{function}: prompts must be one prompt or a list of prompts, got {given!r}."
+        )
+    several: list[Any] = list(given)
+    if hasattr(given, "__array__"):
+        is_one = np.ndim(cast(Any, given)) == 1
+    else:
+        is_one = bool(several) and all(map(is_int, several))
+    return [cast(Any, given)] if is_one else several
 
 
 def _error(problem: str, field: str | None = None) -> ArgumentError:
