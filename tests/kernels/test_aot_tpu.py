@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paged_jax.kernels.pool_format import round_up_to_lanes
+from paged_jax.kernels.pool_format import padded_state_shape, round_up_to_lanes
 from tests.support.aot_cases import (
     EXPERTS,
     STATES,
@@ -18,6 +18,7 @@ from tests.support.aot_cases import (
     TPU_FAMILIES,
     TPU_PARALLEL,
     TPU_RAGGED,
+    TPU_RECURRENT,
     TPU_STATES,
     TPU_STEPS,
     TPU_UPDATES,
@@ -179,6 +180,21 @@ def test_recurrent_step_moves_no_states_on_tpus(results, generation) -> None:
         assert not [each for each in program["moved_shapes"] if each.endswith(moved)]
         state_bytes = 4 * num_recurrent * step.num_states * math.prod(shape) // step.num_devices
         assert program["temporary_bytes"] < 0.01 * state_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TPU_RECURRENT)
+def test_step_of_recurrent_layers_copies_no_pool_on_a_tpu(results, name) -> None:
+    """States of all families stay in their pools, with the kernels for TPUs and without them."""
+    program, step = compiled(results, name), TPU_RECURRENT[name]
+    pool_bytes = step.pool_gigabytes * 10**9
+    assert program["aliased_bytes"] > 0.99 * pool_bytes
+    assert program["temporary_bytes"] < 0.01 * pool_bytes
+    [group] = step.config.state_groups
+    if step.backend is None and len(group.states) > 1:
+        heads, rows, lanes = padded_state_shape(group.states[1].shape, "tpu")
+        moved = [each for each in program["moved_shapes"] if each.endswith(f"{rows},{lanes}")]
+        assert not moved, f"{heads} heads"
 
 
 def test_plan_of_several_devices_matches_the_compiled_step() -> None:

@@ -31,6 +31,7 @@ from tests.support.model_shapes import (
     GEMMA_3_27B,
     GPT_OSS_20B,
     QWEN_3_5_35B,
+    RECURRENT,
     with_layers,
     with_one_of_each,
 )
@@ -530,6 +531,21 @@ TPU_STATES: Mapping[str, Mapping[str, EngineStep]] = {
     "v6e": {},
 }
 
+# Recurrent layers of each family on a chip, by the kernels for TPUs and by XLA. States take half of
+# the pools.
+TPU_RECURRENT: Mapping[str, EngineStep] = {
+    f"{name} on {backend or 'kernels'}": EngineStep(
+        config,
+        pool_gigabytes=12,
+        batch=8,
+        block_size=128,
+        num_states=6 * 10**9 // (2 * sum(group.num_state_values for group in config.state_groups)),
+        backend=backend,
+    )
+    for name, config in RECURRENT.items()
+    for backend in (None, "xla")
+}
+
 # Layers are not stacked: XLA copies 8-bit matrices out of a stack (v6e, fp8 in blocks: 558 MB).
 TPU_QUANTISED_STEPS: Mapping[str, QuantisedStep] = {
     name: dataclasses.replace(step, block_size=128, max_blocks_per_slot=64)
@@ -578,6 +594,7 @@ TPU_CASES: Mapping[
         **TPU_PARALLEL[generation],
         **TPU_FAMILIES[generation],
         **TPU_STATES[generation],
+        **TPU_RECURRENT,
     }  # fmt: skip
     for generation, steps in TPU_STEPS.items()
 } | TPU_OTHERS

@@ -58,7 +58,9 @@ def compile_case(name: str, generation: str) -> dict[str, Any]:
     """Compile a case and return its resources."""
     case = TPU_CASES[generation][name]
     if isinstance(case, EngineStep):
-        compiled = case.lower("tpu", find_devices(case.topology)).compile()
+        topology = case.topology if case.num_devices > 1 else TOPOLOGIES[generation]
+        devices = find_devices(topology)[: case.num_devices]
+        compiled = case.lower("tpu", devices).compile()
     else:
         device = find_devices(TOPOLOGIES[generation])[0]
         compiled = case.lower("tpu", SingleDeviceSharding(device)).compile()
