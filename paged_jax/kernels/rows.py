@@ -1,4 +1,7 @@
-"""Gather and scatter of rows without copies of the whole array on CPUs."""
+"""Gather and scatter of rows without copies of the whole array."""
+
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +116,53 @@ def _take_rows_as_bits(matrix: jax.Array, rows: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(_take_rows_as_is(bits, rows), matrix.dtype)
 
 
+# Number of vectors that `_take_vectors` reads in an iteration of its loop.
+_SLICES = 8
+
+
+def _take_vectors(pool: jax.Array, layer: jax.Array, entries: jax.Array) -> jax.Array:
+    """Return vectors ``[B, N]`` of a layer of a pool ``[L, P, N]``, for TPUs.
+
+    A gather would copy half of a layer before, and the pool as a matrix of ``L * P`` rows would be
+    a copy of the pool, unless P is a multiple of the rows of a tile.
+    """
+    B = entries.shape[0]
+    index = jnp.pad(entries, (0, -B % _SLICES)).reshape(-1, _SLICES)
+
+    def take(some: jax.Array) -> jax.Array:
+        slices = [
+            lax.dynamic_slice(pool, (layer, some[i], 0), (1, 1, pool.shape[2]))
+            for i in range(_SLICES)
+        ]
+        return jnp.concatenate(slices, axis=1)[0]
+
+    return lax.map(take, index).reshape(-1, pool.shape[2])[:B]
+
+
+def _take_entries(pool: jax.Array, layer: jax.Array, entries: jax.Array) -> jax.Array:
+    """Return states ``[B, ...]`` of a layer of a pool ``[L, P, ...]``."""
+    L, P, *shape = pool.shape
+    return take_rows(pool.reshape(L * P, *shape), layer * P + entries)
+
+
+@without_index_checks
+def _set_vectors(
+    pool: jax.Array, layer: jax.Array, entries: jax.Array, new: jax.Array
+) -> jax.Array:
+    """Do the same as `_set_entries` for a pool of vectors on TPUs, see `_take_vectors`."""
+    return pool.at[layer, entries].set(new, mode="drop", unique_indices=True)
+
+
+def _set_entries(
+    pool: jax.Array, layer: jax.Array, entries: jax.Array, new: jax.Array
+) -> jax.Array:
+    """Return a pool with new states of a layer. Entries past the end are dropped."""
+    L, P = pool.shape[:2]
+    # Index P of a layer would be entry 0 of the next layer.
+    index = jnp.where(entries < P, layer * P, (L - 1) * P) + entries
+    return set_rows(pool, index, new)
+
+
 def take_states(rows: StateRows, shape: tuple[int, ...] | None = None) -> jax.Array:
     """Return the recurrent states of a batch, ``[B, ...]``, from their pool.
 
@@ -122,10 +172,10 @@ def take_states(rows: StateRows, shape: tuple[int, ...] | None = None) -> jax.Ar
       rows: the rows, and their pool.
       shape: shape of a state; None for its shape in the pool, which may be larger.
     """
-    L, P, *padded = rows.pool.shape
+    P, *padded = rows.pool.shape[1:]
     is_held = (rows.sources >= 0) & (rows.sources < P)
-    index = rows.layer * P + jnp.where(is_held, rows.sources, 0)
-    states = take_rows(rows.pool.reshape(L * P, *padded), index)
+    take = _by_platform(_take_entries, _take_vectors, rows.pool)
+    states = take(rows.pool, jnp.asarray(rows.layer), jnp.where(is_held, rows.sources, 0))
     if shape is not None and shape != tuple(padded):
         # Without the barrier, XLA gathers from a copy of the pool without its padding.
         states = lax.optimization_barrier(states)[:, *map(slice, shape)]
@@ -138,13 +188,22 @@ def set_states(rows: StateRows, states: jax.Array) -> jax.Array:
     New states of rows with an entry out of range are dropped.
     States that are smaller than in the pool are padded with zeros.
     """
-    L, P, *padded = rows.pool.shape
+    P, *padded = rows.pool.shape[1:]
     if states.shape[1:] != tuple(padded):
         more = [(0, size - old) for size, old in zip(padded, states.shape[1:], strict=True)]
         states = jnp.pad(states, ((0, 0), *more))
     is_kept = (rows.entries >= 0) & (rows.entries < P)
-    # Each dropped row gets its own index past the end of the whole pool. The indices must be
-    # distinct, and index P of a layer would be entry 0 of the next layer.
-    index = jnp.arange(rows.num_rows, dtype=jnp.int32)
-    index = jnp.where(is_kept, rows.layer * P + rows.entries, L * P + index)
-    return set_rows(rows.pool, index, states.astype(rows.pool.dtype))
+    # The indices must be distinct, so each dropped row gets its own index past the end.
+    index = P + jnp.arange(rows.num_rows, dtype=jnp.int32)
+    index = jnp.where(is_kept, rows.entries, index)
+    put = _by_platform(_set_entries, _set_vectors, rows.pool)
+    return put(rows.pool, jnp.asarray(rows.layer), index, states.astype(rows.pool.dtype))
+
+
+def _by_platform(
+    general: Callable[..., jax.Array], of_vectors: Callable[..., jax.Array], pool: jax.Array
+) -> Callable[..., jax.Array]:
+    """Return a function that calls `of_vectors` on TPUs, if the states are vectors."""
+    if pool.ndim != 3:
+        return general
+    return functools.partial(lax.platform_dependent, tpu=of_vectors, default=general)

@@ -41,7 +41,6 @@ class EngineStep:
       topology: XLA's name of the topology.
       num_states: number of entries for states of recurrent layers; None for one per slot.
       program: ``"decode"`` of all slots, or ``"prefill"`` of one chunk.
-      backend: backend of the kernels; None for the best one.
     """
 
     config: LlamaConfig
@@ -56,7 +55,6 @@ class EngineStep:
     topology: str = "1x1x1"
     num_states: int | None = None
     program: str = "decode"
-    backend: str | None = None
 
     @classmethod
     def of_plan(cls, plan: MemoryPlan, **changes: Any) -> "EngineStep":
@@ -102,7 +100,7 @@ class EngineStep:
         if self.num_devices == 1:
             weights, treedef, graphdef = _split(self._model(self.config))
             place = SingleDeviceSharding(devices[0])
-            key = ProgramKey(graphdef, treedef, False, self.backend, platform=options)
+            key = ProgramKey(graphdef, treedef, False, None, platform=options)
             places = place, place, place
         else:
             parallel = TensorParallel.create(
@@ -180,7 +178,7 @@ class EngineStep:
         )
         graphdef = nnx.graphdef(self._model(self.config).make_shard(parallel))
         division = Division(parallel.mesh, specs)
-        return weights, ProgramKey(graphdef, treedef, False, self.backend, division, platform)
+        return weights, ProgramKey(graphdef, treedef, False, None, division, platform)
 
     def _call(self, key: ProgramKey) -> Call:
         programs, sizes = list_programs(key, self.sizes, MAX_LOGPROBS), self.sizes
