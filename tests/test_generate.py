@@ -332,7 +332,7 @@ def test_distributed_needs_a_cluster_that_jax_knows(run, monkeypatch) -> None:
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(distributed, "initialize", initialize)
-    message = "cluster that JAX knows.*give --coordinator-address.*should be defined"
+    message = "cluster that JAX can detect.*give --coordinator-address.*should be defined"
     check_mistake(run("--prompt", "ab", "--distributed"), message)
 
 

@@ -327,15 +327,16 @@ def _traced_with(variant: Variant) -> Iterator[None]:
         if variant.is_apart:
             kernels = {"rope_write": _rotate_then_write}
             stack.enter_context(mock.patch.dict(triton.Triton.kernels, kernels))
-        if variant.query_dtype is None:
-            yield
-            return
-        dtype = jnp.dtype(variant.query_dtype)
-        for module in (norm_rope, _TRITON_WRITE):
-            stack.enter_context(mock.patch.object(module, "query_dtype", lambda pool_dtype: dtype))
-        # Clear JAX's traces before and after, because they have another dtype.
-        _TRITON_WRITE.rope_write.clear_cache()
-        stack.callback(_TRITON_WRITE.rope_write.clear_cache)
+        if variant.query_dtype is not None:
+            dtype = jnp.dtype(variant.query_dtype)
+            for module in (norm_rope, _TRITON_WRITE):
+                patch = mock.patch.object(module, "query_dtype", lambda pool_dtype: dtype)
+                stack.enter_context(patch)
+        if variant.is_apart or variant.query_dtype is not None:
+            # Clear JAX's traces before and after, because they do not have these changes.
+            for jitted in (triton.Triton.rope_write, _TRITON_WRITE.rope_write):
+                jitted.clear_cache()
+                stack.callback(jitted.clear_cache)
         yield
 
 

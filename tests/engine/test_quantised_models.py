@@ -32,7 +32,7 @@ from tests.support.random_model import random_llama
 
 # All checkpoints, each with other options of the engine, so that each option meets several formats.
 ENGINES = {
-    "awq-gemm": {"num_speculative_tokens": 3},
+    "awq-gemm": {},
     "bnb-int8": {},
     "bnb-nf4": {},
     "bnb-nf4-double": {"steps_per_dispatch": 1},
@@ -51,7 +51,7 @@ ENGINES = {
     "fp8-tensor": {"backend": "xla", "num_speculative_tokens": 3},
     "gguf-k-quants": {"steps_per_dispatch": 1},
     "gguf-mixed": {"cascade_attention": False},
-    "gguf-q4_0": {},
+    "gguf-q4_0": {"num_speculative_tokens": 3},
     "gptq-v1-actorder": {"kv_dtype": "int8"},
     "gptq-v1-asym": {"preemption": "swap"},
     "gptq-v2": {"preemption": "swap"},

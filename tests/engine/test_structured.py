@@ -133,7 +133,8 @@ def test_logprobs_ignore_the_grammar(engine) -> None:
     [scored] = finish(engine).values()
     rows = scored.prompt_logprobs[len(output.prompt_token_ids) :]
     for token_id, row, want in zip(sample.token_ids, sample.logprobs, rows, strict=True):
-        assert row[token_id].logprob == pytest.approx(want[token_id].logprob, abs=1e-4)
+        # In bfloat16, prompts and decode steps round attention differently.
+        assert row[token_id].logprob == pytest.approx(want[token_id].logprob, abs=0.02)
         assert row[token_id].rank == want[token_id].rank and len(row) >= 2
 
 

@@ -321,10 +321,10 @@ def refusal(model, **options):
 
 
 model, mesh = make_model(), jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
-assert "num_attention_heads of 8, got 3" in refusal(model, tensor_parallel_size=3)
+assert "num_attention_heads, 8, got 3" in refusal(model, tensor_parallel_size=3)
 assert "at most 4, the number of cpu devices" in refusal(model, tensor_parallel_size=8)
 assert "must be 1 if mesh is given" in refusal(model, mesh=mesh, tensor_parallel_size=2)
-assert "intermediate_size of 50, got 4" in refusal(
+assert "intermediate_size, 50, got 4" in refusal(
     make_model(intermediate_size=50), tensor_parallel_size=4)
 spread = jax.device_put(model, jax.NamedSharding(mesh, jax.P()))
 assert "must be on one device, got weights on 2 devices. Pass mesh=" in refusal(spread)
