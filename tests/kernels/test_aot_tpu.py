@@ -90,11 +90,16 @@ def test_update_is_in_place_on_tpu(results, name) -> None:
 
 @pytest.mark.parametrize("name", STATES)
 def test_states_are_advanced_in_place_on_tpu(results, name) -> None:
-    """XLA computes convolutions. Rows of states are padded to a multiple of 128 lanes."""
+    """XLA computes convolutions, and may copy the states of the batch, but not the pool.
+
+    Rows of states are padded to a multiple of 128 lanes.
+    """
     program, case = compiled(results, name), STATES[name]
     row = case.state_shape[-1]
     assert program["aliased_bytes"] == case.pool_bytes // row * round_up_to_lanes(row)
-    assert program["temporary_bytes"] < 0.01 * case.pool_bytes
+    entry_bytes = case.pool_bytes // (case.L * case.P)
+    batch_bytes = case.B * entry_bytes if case.op == "convolution" else 0
+    assert program["temporary_bytes"] < 0.01 * case.pool_bytes + batch_bytes
     assert program["kernels"] == (case.op != "convolution")
 
 
