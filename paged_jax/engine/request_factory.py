@@ -299,12 +299,11 @@ def list_prompts(function: str, prompts: Prompt | Iterable[Prompt]) -> list[Prom
         raise ValueError(
             f"{function}: prompts must be one prompt or a list of prompts, got {given!r}."
         )
+    # Do not iterate over an array of token ids: that would create a JAX array per token.
+    if hasattr(given, "__array__") and np.ndim(cast(Any, given)) == 1:
+        return [cast(Any, given)]
     several: list[Any] = list(given)
-    if hasattr(given, "__array__"):
-        is_one = np.ndim(cast(Any, given)) == 1
-    else:
-        is_one = bool(several) and all(map(is_int, several))
-    return [cast(Any, given)] if is_one else several
+    return [several] if several and all(map(is_int, several)) else several
 
 
 def _error(problem: str, field: str | None = None) -> ArgumentError:
