@@ -286,8 +286,8 @@ def footprint(
     groups = _group_footprints(shard or config, sizes, kv_dtype, platform)
     block = sum(group.block for group in groups)
     steps = _step_bytes(shard or config, config.vocab_size, sizes, block, platform)
-    # On a platform without kernels for int8 weights, programs copy quantised weights to floats,
-    # whatever their format is.
+    # On a platform without kernels for int8 weights, programs copy quantised weights of all formats
+    # to floats.
     dtypes = {code if code in FLOAT_CODES else "int8" for code in formats.codes}
     has_experts = bool(config.num_experts)
     if any(copies_weights(platform, dtype, has_experts=has_experts) for dtype in dtypes):

@@ -295,7 +295,7 @@ def publish_states(
 ) -> StateTables:
     """Add the states or marks of slots to the prefix cache, as snapshots.
 
-    Row i of the arguments asks for a snapshot of slot ``slots[i]`` after its first ``ends[i]``
+    Row i of the arguments requests a snapshot of slot ``slots[i]`` after its first ``ends[i]``
     tokens. The row is ignored if neither the state nor the mark of the slot covers exactly that
     number of tokens, if the entry of this state or mark is already a snapshot, or if another
     snapshot has the digest.

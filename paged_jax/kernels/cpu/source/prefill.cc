@@ -91,7 +91,8 @@ struct Prefill : Attention {
     Floats* sums;                   // [groups, U]
   };
 
-  // Numbers of cells and vectors. Keys and values end with BLOCK cells that are read but not used.
+  // Numbers of cells of a key and of a value, and of vectors of sums, with padding. The padding of a value may
+  // be the beginning of the next value, because the sums of padding are not used.
   int key_cells() const { return round_up(D, LANES * INPUTS) / INPUTS; }
   int value_stride() const { return has_common_tile() ? key_cells() : round_up(U, LANES); }
   int sum_vectors() const { return round_up(U, BLOCK); }
