@@ -334,6 +334,7 @@ def _traced_with(variant: Variant) -> Iterator[None]:
                 stack.enter_context(patch)
         if variant.is_apart or variant.query_dtype is not None:
             # Clear JAX's traces before and after, because they do not have these changes.
+            jitted: Any  # The type of jitted functions lacks `clear_cache`.
             for jitted in (triton.Triton.rope_write, _TRITON_WRITE.rope_write):
                 jitted.clear_cache()
                 stack.callback(jitted.clear_cache)

@@ -1,6 +1,5 @@
 """Gather and scatter of rows without copies of the whole array."""
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -206,4 +205,8 @@ def _by_platform(
     """Return a function that calls `of_vectors` on TPUs, if the states are vectors."""
     if pool.ndim != 3:
         return general
-    return functools.partial(lax.platform_dependent, tpu=of_vectors, default=general)
+
+    def choose(*args: jax.Array) -> jax.Array:
+        return lax.platform_dependent(*args, tpu=of_vectors, default=general)
+
+    return choose
