@@ -41,7 +41,7 @@ class MosaicGpu(GpuBackend):
 
     @property
     def missing_ops(self) -> tuple[Op, ...]:
-        """Ops that the kernels do not support on this GPU, so that models use other backends."""
+        """Ops that the kernels do not support on this GPU. Models run them on other backends."""
         has_prompts = flash_prefill.gpu_refusal(self.interpret) is None
         return () if has_prompts else ("prefill", "ragged")
 

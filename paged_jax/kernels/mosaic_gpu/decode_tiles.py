@@ -275,7 +275,7 @@ class TileCopies(NamedTuple):
         return lax.rem(step - self.part.begin, jnp.int32(self.sizes.num_stages))
 
     def start_first(self) -> None:
-        """Start the copies of the queries and of the first steps, which fill the ring buffers."""
+        """Start the copies of the queries, and of as many steps as the ring buffers hold."""
         rows, queries = pl.ds(0, self.sizes.slice_size), self.inputs.q
         for lanes, piece in zip(self.sizes.key_lanes, self.shared.q, strict=True):
             plgpu.copy_gmem_to_smem(
@@ -298,9 +298,10 @@ class TileCopies(NamedTuple):
         return blocks
 
     def start_next(self, step: jax.Array, blocks: list[jax.Array]) -> list[jax.Array]:
-        """Start the copies of a later loop step to the part of the ring buffers that is now free.
+        """Start the copies of a later loop step to the slot of the ring buffers that is now free.
 
-        `blocks` are the block ids of the later step. Returns the block ids for the next call.
+        `step` is the current loop step, and `blocks` are the block ids of the later step. Returns
+        the block ids for the next call.
         """
         stages = self.sizes.num_stages
         if self.sizes.is_narrow:
@@ -340,7 +341,10 @@ class TileCopies(NamedTuple):
                             self._start_block(slot, turn, layer, rows[turn], block)
 
     def _rows(self, token: jax.Array) -> Any:
-        """Return the rows of a block that a bulk copy reads, from `token` on."""
+        """Return the range of offsets in a block that a bulk copy reads.
+
+        `token` is the position of its first token.
+        """
         rows, offset = self.sizes.copy_rows, 0
         if rows < self.sizes.block_size:
             offset = lax.rem(token, jnp.int32(self.sizes.block_size))
@@ -391,7 +395,7 @@ class TileCopies(NamedTuple):
 def load_queries(copies: TileCopies) -> list[list[jax.Array]]:
     """Load the queries from shared memory, transposed to ``[size, 8]``.
 
-    Returns a list with a list of the pieces for each group of 8 query heads.
+    Returns one list for each group of 8 query heads, with an array for each piece of a key.
     """
     shared = copies.shared
     return [
@@ -412,8 +416,8 @@ def load_scales(
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Load the scales of a loop step's keys and values, f32 ``[T]``; None if not quantised.
 
-    `is_seen` returns whether the query sees tokens. If it is given, the scales of unseen values are
-    0.
+    If `is_seen` is given, the scales of values that the query does not see become 0. It is called
+    with an array and the axis of its tokens, and returns a mask of the tokens that the query sees.
     """
     if shared.k_scale is None:
         return None, None
@@ -451,7 +455,7 @@ def widen_values(
 ) -> None:
     """Convert the values of a loop step to the dtype of the weights, in `shared.values`.
 
-    `is_seen` returns whether the query sees tokens. If it is given, unseen values become 0.
+    If `is_seen` is given, values that the query does not see become 0, see `load_scales`.
     """
     shared = copies.shared
     rings = shared.v or shared.k[: len(shared.values)]

@@ -256,7 +256,7 @@ class _WeightedSum(NamedTuple):
 def _fold_part(
     copies: TileCopies, options: Options, instructions: GpuInstructions
 ) -> tuple[_WeightedSum, ...]:
-    """Attend to the tokens of a part; return the sums for each group of 8 query heads."""
+    """Attend to the tokens of a part; return a weighted sum per group of 8 query heads."""
     sizes, shared, part = copies.sizes, copies.shared, copies.part
     T, num_groups = sizes.step_tokens, shared.rows.shape[0]
     start = _WeightedSum(
@@ -371,7 +371,10 @@ def _finish(
 def _is_seen(
     start: jax.Array, like: jax.Array, axis: int, part: KVPart, options: Options
 ) -> jax.Array:
-    """Return whether the query sees each token from `start` on, along `axis` of an array."""
+    """Return a mask of the shape of `like`: whether the query sees each token.
+
+    The tokens lie along dimension `axis`. The first token is at position `start`.
+    """
     position = plgpu.broadcasted_iota(jnp.int32, like.shape, axis) + start
     is_seen = position < part.length
     if options.sliding_window is not None:
@@ -431,9 +434,10 @@ def _merge(
     count: jax.Array,
     place: tuple[jax.Array, int],
 ) -> _Result:
-    """Merge the results that program instances from `start` on have stored for `count` parts.
+    """Merge the partial results of a sequence that is split into `count` parts.
 
-    `place` is the index of the slice and of 8 query heads in the slice.
+    Program instances ``start`` to ``start + count - 1`` have stored them in `partial_refs`. `place`
+    is the index of the slice of query heads, and of a group of 8 query heads in this slice.
     """
     out_ref, lse_ref = partial_refs
     pieces = cut_lanes(0, out_ref.shape[3])

@@ -169,7 +169,8 @@ def _attend_to_chunks(
     N, B, n = args.q.shape[0], len(args.context_lens), sizes.tile_tokens
     counts = lax.div(chunks.lens + (n - 1), jnp.int32(n))
     ends = jnp.cumsum(counts, dtype=jnp.int32)
-    # Use the maximum number of tiles. At most one tile per sequence is partly empty.
+    # The lengths of the chunks are traced, so use the maximum number of tiles: the N queries fill
+    # at most N // n tiles, and each chunk may have one more tile, which is only partly filled.
     program = jnp.arange(N // n + min(B, N), dtype=jnp.int32)
     sequence = jnp.sum(ends[None] <= program[:, None], axis=1, dtype=jnp.int32)
     is_there, sequence = sequence < B, jnp.minimum(sequence, B - 1)
@@ -178,8 +179,8 @@ def _attend_to_chunks(
         sizes, options, sequence, turn, args.context_lens, chunks.lens,
         index=(ends - counts)[sequence] + turn, is_there=is_there,
     )  # fmt: skip
-    # Copy the queries of each tile to n rows for this tile alone: a bulk copy must start at a
-    # multiple of 8 rows (`TILE_ROWS`).
+    # Copy the queries to an array in which each tile starts at a multiple of n rows. A bulk copy
+    # must start at a multiple of 8 rows (`TILE_ROWS`), but a chunk may start at any row of `q`.
     row = jnp.arange(program.size * n, dtype=jnp.int32)
     tile = lax.div(row, jnp.int32(n))
     owner = jnp.minimum(jnp.sum(ends[None] <= tile[:, None], axis=1, dtype=jnp.int32), B - 1)
@@ -280,22 +281,24 @@ def _attend_kernel(
             copies = copies._replace(tile=_load_tile(inputs))
         copies.store(out_ref, lse_ref)
 
-    # With one condition after the other, registers of the second would be kept during the first.
+    # Use a single `cond` for both branches. With one `pl.when` after the other, the compiler would
+    # keep registers for the second branch while the first one runs.
     @pl.when(_load_field(inputs, QueryTile._fields.index("is_there")) != 0)
     def _():
         lax.cond(warpgroup < CONSUMERS, compute, copy)
 
 
 def _load_field(inputs: AttentionInputs, field: int) -> jax.Array:
-    """Load a field of the tile of the thread block."""
+    """Load the field with index `field` of the `QueryTile` of this thread block."""
     return inputs.work[lax.axis_index("tile"), field]
 
 
 def _load_tile(inputs: AttentionInputs) -> QueryTile:
-    """Load the tile of the thread block.
+    """Load the `QueryTile` of this thread block.
 
-    Each warpgroup loads it. Fields that one loads for all take registers of each, and spill. The
-    warpgroup that converts has no register to keep fields during its loop, and loads them again.
+    Each warpgroup calls this function. Fields that are loaded once for all warpgroups would take
+    registers in each of them, and these registers would spill. The warpgroup that converts 8-bit
+    elements has no registers to keep the fields during its loop, so it loads them again after it.
     """
     return QueryTile(*(_load_field(inputs, i) for i in range(len(QueryTile._fields))))
 
@@ -397,7 +400,7 @@ def _as_rows(x: jax.Array) -> jax.Array:
 
 
 def _is_seen(like: jax.Array, start: jax.Array, position: jax.Array, options: Options) -> jax.Array:
-    """Return whether the query of each row sees each token, as a mask like `like`.
+    """Return whether the query of each row sees each token, as a mask of the shape of `like`.
 
     `position` has the position of the query of each row. The first token is at position `start`.
     """
@@ -429,8 +432,8 @@ def _weigh(
 ) -> tuple[_OnlineSoftmax, jax.Array]:
     """Add scores to the softmax; return its new state, and the weights ``[64, T]``.
 
-    `unit` is the factor from `_scale`. The weighted sum is rescaled to the new peak. The caller
-    adds the values of the tokens to it.
+    `unit` is the factor from `_scale`. The weighted sum `out` is rescaled to the new peak. The
+    caller then adds the products of the weights and the values to it.
     """
     factor = np.float32(unit)
     peak = jnp.maximum(softmax.peak, jnp.max(scores, axis=1) * factor)

@@ -131,7 +131,7 @@ def launch(
 
 
 class GpuInstructions(NamedTuple):
-    """GPU instructions that JAX's simulator lacks, each with an equivalent form for it.
+    """GPU instructions that JAX's simulator lacks. Each method also has a form for the simulator.
 
     Attributes:
       is_simulated: whether the kernel runs in the simulator.
@@ -243,7 +243,7 @@ TILE_ROWS, TILE_LANES = 8, 64
 
 
 def attention_refusal(problem: Problem) -> str | None:
-    """Return why tiles of attention cannot have the dtypes or the blocks, or None if they can."""
+    """Return why attention does not support the dtypes or the block size, or None if it does."""
     dtype, q_dtype, C = jnp.dtype(problem.pool_dtype), jnp.dtype(problem.q_dtype), problem["C"]
     if q_dtype not in (jnp.bfloat16, jnp.float16) or not (dtype == q_dtype or is_quantised(dtype)):
         return (

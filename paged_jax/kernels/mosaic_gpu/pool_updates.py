@@ -44,8 +44,8 @@ _THREADS = 128
 _WARPS = 4
 WARP_LANES = 32
 
-# Maximum number of rows (heads) that the kernels hold in registers at a time. If these rows have
-# more than `_TILE_ELEMENTS` elements, each warp holds a single row instead.
+# The kernels hold at most `_ROW_TILE` rows (heads) in registers at a time. If they would have more
+# than `_TILE_ELEMENTS` elements in total, the kernels hold one row per warp instead.
 _ROW_TILE, _TILE_ELEMENTS = 16, 4096
 
 # In `copy_blocks`, a row of a block has at most `_COPY_ROW` bytes, and a bulk copy at most

@@ -81,8 +81,8 @@ class PrefillSizes(NamedTuple):
         stages, staged = min(free // stage, _MAX_STAGES), 0
         if is_narrow:
             stages = _CONVERTED_STAGES
-            # Compute the bytes of a piece, including an upper bound of its share of the two ring
-            # buffers of scales.
+            # Compute the bytes that a piece takes: its elements, and an upper bound of its share of
+            # the two ring buffers of scales.
             piece = step_tokens * (_piece_size(D) + 2 * 4 * stages)
             staged = min((free - stages * stage) // piece, _MAX_STAGED)
         return cls(heads, _count_tokens(heads), step_tokens, stages, staged, C, D)
@@ -105,15 +105,19 @@ class PrefillSizes(NamedTuple):
 
     @property
     def num_scaled(self) -> int:
-        """Number of steps in each ring buffer of scales, so that no scale in use is overwritten."""
+        """Number of loop steps whose scales each ring buffer of scales must hold.
+
+        With fewer steps, a copy would overwrite scales that are still in use.
+        """
         turns = 2 * len(self.pieces)
         return self.num_stages + 1 + (turns - 1 + self.num_staged) // turns
 
     @property
     def boxes(self) -> list[tuple[int, int, int, int, int]]:
-        """Bulk copies of a query tile: (head, first token, warpgroup, first row, number of rows).
+        """Bulk copies of the queries of a tile.
 
-        The first row is relative to the rows of the warpgroup.
+        Each tuple has the index of the head in the slice, the first token, the warpgroup, the first
+        of the rows of this warpgroup, and the number of rows.
         """
         n, boxes = self.tile_tokens, []
         for head in range(self.slice_size):
@@ -371,9 +375,9 @@ class PrefillCopies(NamedTuple):
         plgpu.wait_smem_to_gmem(0)
 
     def _rows(self, token: int, num_rows: int) -> Any:
-        """Return the range of rows of tokens of the tile in the arrays of queries and outputs.
+        """Return the rows of some tokens of the tile in the arrays of queries and outputs.
 
-        `token` is the index of the first of them in the tile.
+        The range starts at the row of token `token` of the tile, and has `num_rows` rows.
         """
         start = self.tile.index * self.sizes.tile_tokens + token
         return pl.ds(pl.multiple_of(start, TILE_ROWS), num_rows)
@@ -384,7 +388,7 @@ class PrefillCopies(NamedTuple):
         return [first + turn * rows for turn in range(self.sizes.num_copies)]
 
     def load_blocks(self, step: jax.Array) -> list[jax.Array]:
-        """Return the block ids of a step, one per bulk copy; 0 after the last visible token."""
+        """Return the block id of each bulk copy of a step; 0 after the last visible token."""
         tables, blocks = self.inputs.block_tables, []
         for token in self.tokens(step):
             entry = lax.div(token, jnp.int32(self.sizes.block_size))
