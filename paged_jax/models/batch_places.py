@@ -135,8 +135,8 @@ class BatchPlaces:
             return heads.q.astype(query_dtype(pools.k.dtype)), pools
         if pools.v is None:
             raise ValueError(
-                "PagedModel: cache must have a pool of values for a layer with keys and values, "
-                "got a cache without this pool. Make the cache with create_cache."
+                "PagedModel: cache must have a V pool for layers that have keys and values, got a "
+                "cache with only a K pool. Make the cache with create_cache."
             )
         q_norm, k_norm = heads.norms or (None, None)
         return paged_rope_write(
@@ -208,7 +208,7 @@ def reserve_places(
     cache, ok = paged_cache.reserve(cache, requested, max_tokens=most, backend=backend)
     num_tokens = jnp.where(is_row & ok, num_tokens, 0)
     if postpones and cache.states is not None:
-        # All tokens are added in one step, so only the state before them can become a mark.
+        # A step adds all of its tokens at once, so it can mark (keep) only the state before them.
         cache = cache.replace_states(plan_marks, (requested > 0) & ok, lengths, 1)
     states = StatePlaces.of_rows(cache, jnp.where(num_tokens > 0, rows, num_slots), postpones)
     if postpones and states is not None:
@@ -242,10 +242,11 @@ def reserve_places(
 def _sum_by_slot(
     rows: jax.Array, num_tokens: jax.Array, num_slots: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the number of tokens in earlier rows of the same slot, and in all rows of a slot.
+    """Count the tokens of each slot, for steps in which several rows have the same slot.
 
-    The first result, i32 ``[B]``, has one element for each row, the second, i32 ``[S]``, one
-    element for each slot.
+    Returns:
+      For each row, the number of tokens in earlier rows of the same slot, i32 ``[B]``. For each
+      slot, the number of tokens in all of its rows, i32 ``[S]``.
     """
     index = jnp.arange(rows.size, dtype=jnp.int32)
     is_before = (rows[None, :] == rows[:, None]) & (index[None, :] < index[:, None])
@@ -410,7 +411,7 @@ def _attend_with(
 def _check_layers(
     function: str, places: BatchPlaces, sliding_windows: Sequence[int | None]
 ) -> None:
-    """Check that the cache has the model's layers, and keeps all tokens that they attend to."""
+    """Check that the cache has the model's layers, and keeps all tokens that they need."""
     num_layers = len(sliding_windows)
     if len(places.layers) != num_layers:
         raise ValueError(

@@ -249,7 +249,7 @@ class LlamaConfig:
         _ = self.ropes  # `Rope` checks the sizes
 
     def _normalise(self) -> None:
-        """Replace tuples of equal values by empty tuples, so that equal models compare equal."""
+        """Replace per-layer tuples of default values by (), so that equal models compare equal."""
         values = {
             "norm_placements": self.norm_placement,
             "qk_norm_layers": self.qk_norm,
@@ -345,7 +345,7 @@ class LlamaConfig:
 
     @property
     def shares_kv(self) -> tuple[bool, ...]:
-        """Whether each layer reads the keys and values of an earlier layer."""
+        """For each layer, whether it reads the keys and values of an earlier layer."""
         first = self.num_hidden_layers - self.num_kv_shared_layers
         return tuple(layer >= first for layer in range(self.num_hidden_layers))
 
@@ -366,7 +366,7 @@ class LlamaConfig:
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """Type of each layer, also if `layer_types` is empty."""
+        """Type of each layer. If `layer_types` is empty, all layers have the same type."""
         kind = FULL if self.sliding_window is None else SLIDING
         return self.layer_types or (kind,) * self.num_hidden_layers
 
@@ -470,8 +470,8 @@ class LlamaConfig:
     def num_kv_rows(self) -> int:
         """Number of key and value rows per KV head in the fused projection ``qkv_proj``.
 
-        It is usually 2, 1 if the values are the projected keys, and 0 if no layer projects keys and
-        values.
+        It is usually 2: a key and a value. It is 1 if the keys are also used as values, and 0 if no
+        layer projects keys and values.
         """
         if all(self.shares_kv):
             return 0

@@ -260,7 +260,7 @@ def _text_part(config: Mapping[str, Any], text: InnerTextModel) -> Mapping[str, 
 
 
 def _base_architecture(architecture: str) -> str:
-    """Return the name of the transformers class of this model without its output head.
+    """Return the transformers class without output head for a class with output head.
 
     Example:
       >>> _base_architecture("Qwen3ForCausalLM"), _base_architecture("Gemma3ForCausalLM")

@@ -19,7 +19,8 @@ from paged_jax.models.family import (
 
 _EXPERT_SIZE_KEY = {"moe_intermediate_size": "intermediate_size"}
 _NO_GATE = {"shared_expert_gate": False}
-# Properties of families with shared experts, in which the first layers have a dense MLP.
+# Fields of `Family` for families in which the first layers have a dense MLP, and the other layers
+# have routed and shared experts.
 _WITH_SHARED_EXPERTS: Mapping[str, Any] = {
     "router_keys": GROUP_KEYS,
     "shared_experts": "n_shared_experts",

@@ -457,7 +457,7 @@ FAMILIES: dict[str, Family] = {
     **RECURRENT_FAMILIES,
 }
 
-# Values of `model_type` that use the entry of another family, and the key of that family.
+# Additional values of `model_type`. Each is mapped to the key of its family in `FAMILIES`.
 ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 
 # Models with images, by `model_type`.

@@ -156,18 +156,18 @@ GROUP_KEYS = {
 
 
 def name_mlp(module: str) -> dict[str, str]:
-    """Return the tensor names of a dense MLP.
+    """Return the tensor name for each parameter of a dense MLP.
 
-    `module` is the name of the MLP in its layer. The keys of the result are names of parameters.
+    `module` is the name of the MLP in its layer.
     """
     return {f"{name}_proj": f"{module}.{name}_proj.weight" for name in ("gate", "up", "down")}
 
 
 def name_experts(module: str) -> dict[str, str]:
-    """Return the tensor names of experts with matrices called w1, w2 and w3.
+    """Return the tensor name for each parameter of experts, if files call them w1, w2 and w3.
 
-    `module` is the name of the experts in their layer, and ``*`` in a tensor name stands for the
-    number of an expert. The keys of the result are names of parameters.
+    `module` is the name of the experts in their layer. A ``*`` in a tensor name stands for the
+    number of an expert.
     """
     names = {"gate": "w1", "up": "w3", "down": "w2"}
     return {f"experts_{kind}_proj": f"{module}.*.{name}.weight" for kind, name in names.items()}

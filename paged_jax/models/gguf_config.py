@@ -24,8 +24,8 @@ _REQUIRED: Any = object()
 # Tensors with divisors of the rotary frequencies, float32 ``[rotary_dim / 2]``.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
-# Entries that do not change the results. In files, the name of the architecture precedes these
-# names.
+# Metadata entries that do not change the results. Files write the name of the architecture before
+# these names, as in "llama.vocab_size".
 _IGNORED = frozenset(
     (
         "vocab_size", "tensor_data_layout", "rope.scaling.finetuned",
@@ -79,7 +79,7 @@ def read_gguf_config(file: GgufFile) -> LlamaConfig:
 
 
 class _Metadata:
-    """Reader of the metadata entries under the name of a file's architecture.
+    """Reader of the metadata entries that begin with a file's architecture, like "llama.".
 
     It records which entries were read, so that unread entries can be rejected.
 
@@ -257,8 +257,8 @@ class _Metadata:
             return default
         if not is_real(value):
             raise self._wrong(key, "a number", value)
-        # Files hold float32. The shortest decimal number that rounds to it is the original value,
-        # such as 1e-6.
+        # Files store numbers as float32. The shortest decimal number that rounds to this float32 is
+        # the number that the author wrote, such as 1e-6.
         return float(str(np.float32(value)))
 
     def text(self, key: str, default: str) -> str:

@@ -95,9 +95,9 @@ class GgufFile:
         match = _SPLIT.fullmatch(path.name)
         if match is None or int(match[3]) != count or first.metadata.get("split.no") != 0:
             raise GgufError(
-                f"{path}: must be the first of the {count} files of this split model, and have a "
-                f"name such as NAME-00001-of-{count:05}.gguf. Pass that file, and keep the others "
-                "in the same folder."
+                f"{path}: must be the first of the {count} files of this split model, with a name "
+                f"such as NAME-00001-of-{count:05}.gguf. Pass the first file, and keep the other "
+                "files in the same folder."
             )
         tensors = dict(first.tensors)
         for number in range(2, count + 1):
@@ -228,8 +228,7 @@ class _HeaderReader:
         except ValueError:
             raise self._error(f"tensor {name} has the unknown type {kind}") from None
         block, block_bytes = self._gguf.GGML_QUANT_SIZES[known]
-        # llama.cpp omits trailing dimensions of size 1. Apart from that, shapes in the file are
-        # complete.
+        # llama.cpp omits trailing dimensions of size 1, but no other dimensions.
         if math.prod(shape) == 0 or shape[-1] % block:
             raise self._error(
                 f"tensor {name} has type {known.name}, so the length of its rows must be a "

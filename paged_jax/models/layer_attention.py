@@ -143,7 +143,8 @@ class Recurrence(NamedTuple):
         Args:
           states: states before the first token of each row, ``[B, *shape]`` for each array, or
             `StateRows`.
-          num_tokens: i32 ``[B]``, number of tokens in each row, 0 to T, where T is N / B.
+          num_tokens: i32 ``[B]``, number of tokens in each row, at most T. The inputs have T
+            positions per row, including padding. If they are ``[N, features]``, T is N / B.
 
         Returns:
           The outputs, float32 ``[N, features]`` or ``[B, T, features]`` like the inputs, and the

@@ -27,7 +27,7 @@ LAYER_TYPES = (*ATTENTION_TYPES, CHUNKED, *RECURRENT_TYPES, NOTHING)
 DENSE = "dense"
 SPARSE = "sparse"
 MLP_TYPES = (DENSE, SPARSE, NOTHING)
-# Fields of a `LlamaConfig` with the number and sizes of experts.
+# Fields of a `LlamaConfig` that hold the number and sizes of experts.
 _EXPERT_FIELDS = (
     "num_experts",
     "num_experts_per_tok",
@@ -74,7 +74,7 @@ class LatentSizes(NamedTuple):
 
     @property
     def query_dim(self) -> int:
-        """Number of elements of a head's query, rotated or not."""
+        """Number of elements of a head's query, both rotated and unrotated."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
@@ -162,7 +162,10 @@ class LayerKind(NamedTuple):
     intermediate_size: int
 
     def changes(self, config: Any) -> dict[str, Any]:
-        """Return the fields of `config` to replace so that all layers are of this kind, by name."""
+        """Return the changes to `config` that make all layers layers of this kind.
+
+        The result maps names of fields to new values.
+        """
         L, is_recurrent = config.num_hidden_layers, self.kind in RECURRENT_TYPES
         is_special = self.kv is None or is_recurrent or self.kind == CHUNKED
         changes: dict[str, Any] = {
@@ -217,12 +220,15 @@ class LayerGroup(NamedTuple):
 
     @property
     def num_pool_layers(self) -> int:
-        """Number of layers of the pools; 1 if the group has no layer."""
+        """Size of the layer dimension of the group's pools; 1 if the group has no layer."""
         return max(len(self.layers), 1)
 
     @property
     def num_values(self) -> int:
-        """Number of elements of K and V per token in all layers; without `kv`, number of layers."""
+        """Number of elements of K and V per token, summed over the layers of the group.
+
+        In groups without keys and values (`kv` is None), it is the number of layers.
+        """
         if self.kv is None:
             return len(self.layers)
         per_head = self.kv.head_dim + self.kv.value_dim
@@ -230,7 +236,10 @@ class LayerGroup(NamedTuple):
 
     @property
     def num_state_values(self) -> int:
-        """Number of 2-byte elements of a sequence's states; float32 elements count twice."""
+        """Size of a sequence's states in all layers, in 2-byte elements.
+
+        A float32 element counts as two of them.
+        """
         sizes = (math.prod(each.shape) * (1 + (each.dtype == "float32")) for each in self.states)
         return len(self.layers) * sum(sizes)
 

@@ -54,7 +54,7 @@ _NEUTRAL_FOR_EXPERTS: Mapping[str, Any] = {
     "clip_qkv": None,
     "qkv_bias": True,
 }
-# Keys that tell which layers have a dense MLP, by the value of `Family.dense_layers`.
+# For each value of `Family.dense_layers`, the keys that tell which layers have a dense MLP.
 _DENSE_KEYS: Mapping[str, tuple[str, ...]] = {
     "none": (),
     "first": ("first_k_dense_replace",),
@@ -64,7 +64,7 @@ _DENSE_KEYS: Mapping[str, tuple[str, ...]] = {
 _SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 # Alternative keys of the number of experts. transformers accepts all of them.
 _NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-# Functions that read fields with values that are not integers.
+# For each field with a value that is not a required integer, the function that reads it.
 _READERS: Mapping[str, Callable[[Mapping[str, Any], str], Any]] = {
     "norm_topk_prob": read_boolean,
     "swiglu_alpha": read_number,
@@ -286,7 +286,10 @@ def _layer_types_by_default(
 def read_global_heads(
     config: Mapping[str, Any], family: Family, layer_types: tuple[str, ...]
 ) -> dict[str, int]:
-    """Return the fields for head dimension and KV heads of layers without a sliding window."""
+    """Return the two fields that describe the heads of layers without a sliding window.
+
+    They are `global_head_dim` and `num_global_key_value_heads`.
+    """
     if not family.global_heads:
         return {}
     head_dim = read_integer(config, "global_head_dim", 0)
@@ -440,9 +443,9 @@ def _router_keys(config: Mapping[str, Any], family: Family) -> list[tuple[str, s
 
 
 def check_neutral(config: Mapping[str, Any], family: Family, neutral: Mapping[str, Any]) -> None:
-    """Check that entries have the value in `neutral`, unless the family reads them.
+    """Check that entries that the family does not read have no effect.
 
-    Missing entries and null are allowed.
+    `neutral` maps each key to the value that has no effect. Missing entries and null are allowed.
     """
     for key, value in neutral.items():
         if config.get(key) not in (None, value) and key not in family.reads:

@@ -36,7 +36,7 @@ from paged_jax.kernels.weight_formats import (
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.quantise import quantise
 
-# Suffixes of the parameters with the scales, minima and input order of a matrix (`WeightArrays`).
+# Suffixes in the names of parameters that hold the scales, minima and input order of a matrix.
 SUFFIXES = SCALE, MIN, ORDER = "_scale", "_min", "_order"
 
 # Number of lanes of a TPU vector register, the number of elements in one of its rows.
@@ -185,7 +185,7 @@ class LayerParameters:
         return self.vector(name) if hasattr(self.layer, name) else None
 
     def matrix(self, name: str) -> Matrix:
-        """Return a matrix; a `LayerWeights` of all layers if the layers' matrices are separate."""
+        """Return a matrix, or a `LayerWeights` of all layers if the matrices are not stacked."""
         layer, dtype = self.layer, self.layer.float_dtype
         if hasattr(layer, name):
             return get_matrix(layer, name, layer.formats[name], dtype, self.stack, self.index)
@@ -243,13 +243,13 @@ def _take_bits(table: jax.Array, token_ids: jax.Array) -> jax.Array:
 
 
 def _take_from_lanes(table: jax.Array, token_ids: jax.Array) -> jax.Array:
-    """Take rows of a bfloat16 table on TPU.
+    """Gather rows of a bfloat16 table ``[V, E]`` on TPU, without a copy of the table.
 
     If E is not a multiple of 128, XLA stores the table with V along the lanes, because this layout
     needs less padding. A gather then copies the whole table (gpt-oss 20B on 16 v5e chips: 74 MB,
-    jax 0.10.2 to 0.12.0). To avoid this, the function reads for each token the aligned block of 128
-    rows that contains its row, unless these blocks are larger than the table. A layout constraint
-    on the block is necessary; one on the table would not prevent the copy.
+    jax 0.10.2 to 0.12.0). Instead, read an aligned block of 128 rows for each token, unless the
+    blocks are larger than the table, and select a row of each block. The copy is prevented by a
+    layout constraint on the block, but not by a constraint on the table.
     """
     (V, E), (N,) = table.shape, token_ids.shape
     if E % _TPU_LANES == 0 or N * _TPU_LANES > V:
@@ -275,7 +275,7 @@ DTYPE_FORMATS = {
     "int4-symmetric": WeightFormat("int4", 32, "bfloat16"),
 }
 
-# All matrices with names that do not end with "_proj".
+# Matrices with names that do not end with "_proj". Names with this ending are always matrices.
 _OTHER_MATRICES = (
     "embed_tokens",
     "embed_tokens_per_layer",
@@ -298,11 +298,11 @@ _PER_LAYER = (
 _OF_STREAMS = ("stream_proj", "stream_out_proj", "layers.laurel_left", "layers.laurel_right")
 # Matrices of a layer that are not quantised by the option `dtype`, because they are small.
 _SMALL = ("router", "shared_expert_gate")
-# Small matrices of recurrent layers, which are not quantised either. Errors in the gates would
+# Small matrices of recurrent layers. They are not quantised, because errors in the gates would
 # accumulate in the state.
 _SMALL_OF_MIXERS = ("mixer_gates_proj", "mixer_rank_proj", "mixer_decay_proj", "mixer_gate_proj")
 
-# Names of formats, if they differ from the format's code.
+# Names of the formats that have another name than their code.
 _NAMES = {"float8_e4m3fn": "fp8", "uint4": "int4"}
 _E2M1_NAMES = {32: "mxfp4", 16: "nvfp4"}  # by group size
 
@@ -332,8 +332,8 @@ class MatrixFormats:
     def of_dtype(cls, dtype: DTypeLike, config: LlamaConfig) -> "MatrixFormats":
         """Return the formats that the option `dtype` of `Llama` and `from_pretrained` implies.
 
-        With a dtype in `DTYPE_FORMATS`, small matrices stay floating point, and so does an
-        embedding table that is not also the output head, because a step reads little of them.
+        With a dtype in `DTYPE_FORMATS`, two kinds of matrices stay floating point, because steps
+        read little of them: small matrices, and an embedding table that is not the output head.
 
         Args:
           dtype: a float dtype, or a key of `DTYPE_FORMATS`.
@@ -365,7 +365,7 @@ class MatrixFormats:
 
     @classmethod
     def create(cls, formats: Mapping[str, WeightFormat]) -> "MatrixFormats":
-        """Return a `MatrixFormats` with the format that `formats` maps each matrix name to.
+        """Return the formats of matrices, given the format of each matrix by name.
 
         The default is the most frequent format. Stacked and separate layers give equal results.
         """
@@ -382,7 +382,7 @@ class MatrixFormats:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "MatrixFormats":
-        """Return the formats that `to_dict` has converted to `content`.
+        """Convert the result of `to_dict` back to formats.
 
         Raises:
           TypeError, KeyError: `content` has missing or unknown keys.

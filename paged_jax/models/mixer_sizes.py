@@ -46,9 +46,9 @@ class Mixer:
     # Fields that tensor parallelism divides by the number of devices. The first of them is K, see
     # `num_parts`.
     divided: ClassVar[tuple[str, ...]]
-    # What the parts are, for error messages.
+    # Noun for the parts that devices divide, such as "channels", for error messages.
     parts: ClassVar[str]
-    # Pieces of parameters that all devices with a share of the same part keep, see `widen`.
+    # Names of `pieces` that are copied to all devices that share a group, see `widen`.
     shared_pieces: ClassVar[frozenset[str]] = frozenset()
 
     def shapes(self, hidden_size: int) -> Mapping[str, Shape]:
@@ -57,9 +57,10 @@ class Mixer:
 
     @property
     def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """Pieces of each fused parameter, as pairs of a name and the number of rows in each of K.
+        """For each fused parameter, the name of each piece and its number of rows per part.
 
-        Files may store the pieces as separate tensors.
+        The parts are the K key heads, groups or channels. Files may store the pieces as separate
+        tensors.
         """
         raise NotImplementedError
 
@@ -84,10 +85,10 @@ class Mixer:
         return getattr(self, self.divided[0])
 
     def check_divides(self, function: str, num_devices: int) -> None:
-        """Check that `num_devices` devices can divide the parts.
+        """Check that the parts (K) can be divided evenly over `num_devices` devices.
 
         Raises:
-          ValueError: they cannot.
+          ValueError: K is not a multiple of `num_devices`.
         """
         if self.num_parts % num_devices:
             raise ValueError(
@@ -96,7 +97,10 @@ class Mixer:
             )
 
     def widen(self, num_devices: int) -> Self:
-        """Return the sizes with at least one part per device, if devices can share a part."""
+        """Return sizes in which parts are repeated, so that each device has at least one.
+
+        If devices cannot share a part of this kind of layer, nothing is changed.
+        """
         del num_devices
         return self
 
@@ -130,7 +134,7 @@ class ShortConvolution(Mixer):
 
     @property
     def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """Pieces of each fused parameter, as pairs of a name and the number of rows per channel."""
+        """For each fused parameter, the name of each piece and its number of rows per channel."""
         return {"mixer_in_proj": (("b", 1), ("c", 1), ("x", 1))}
 
 
@@ -196,7 +200,7 @@ class GatedDeltaNet(Mixer):
 
     @property
     def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """Pieces of each fused parameter, as pairs of a name and the rows per key head."""
+        """For each fused parameter, the name of each piece and its number of rows per key head."""
         _, G, D, U = self.heads
         qkv = ("q", D), ("k", D), ("v", G * U)
         return {
@@ -249,7 +253,7 @@ class KimiDelta(Mixer):
 
     @property
     def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """Pieces of each fused parameter, as pairs of a name and the number of rows per head."""
+        """For each fused parameter, the name of each piece and its number of rows per head."""
         D = self.head_dim
         qkv = ("q", D), ("k", D), ("v", D)
         ranks = ("decay", D), ("gate", D)
@@ -310,7 +314,11 @@ class Mamba2(Mixer):
         return K, self.num_heads // K, self.state_dim, self.head_dim
 
     def check_divides(self, function: str, num_devices: int) -> None:
-        """Check that `num_devices` devices can divide the heads, and the groups or their heads."""
+        """Check that the heads can be divided evenly over the devices.
+
+        In addition, a device must have whole groups, or a group must be divided evenly over
+        several devices.
+        """
         num_parts = max(self.num_groups, num_devices)
         if num_parts % num_devices or num_parts % self.num_groups or self.num_heads % num_parts:
             raise ValueError(
@@ -320,7 +328,10 @@ class Mamba2(Mixer):
             )
 
     def widen(self, num_devices: int) -> Self:
-        """Return the sizes with at least one group per device. Devices may share a group."""
+        """Return sizes in which groups are repeated, so that each device has at least one.
+
+        The devices that share a group divide its heads.
+        """
         copies = max(num_devices // self.num_groups, 1)
         return dataclasses.replace(self, num_groups=self.num_groups * copies, num_copies=copies)
 
@@ -349,7 +360,7 @@ class Mamba2(Mixer):
 
     @property
     def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """Pieces of each fused parameter, as pairs of a name and the number of rows per group."""
+        """For each fused parameter, the name of each piece and its number of rows per group."""
         _, G, D, U = self.heads
         xbc = ("x", G * U), ("b", D), ("c", D)
         return {

@@ -313,9 +313,10 @@ def _scores(logits: jax.Array, router: Router) -> jax.Array:
 
 
 def _keys(scores: jax.Array, router: Router, bias: jax.Array | None) -> jax.Array:
-    """Return the keys float32 ``[N, X]`` by which `route` chooses experts.
+    """Return a key for each token and expert, float32 ``[N, X]``.
 
-    Experts outside of the chosen groups have the key -inf.
+    `route` chooses the experts with the largest keys. A key is the score plus the correction bias,
+    or -inf for experts outside of the chosen groups.
     """
     keys = scores if bias is None else scores + bias.astype(jnp.float32)[None]
     if router.num_chosen_groups == router.num_groups:

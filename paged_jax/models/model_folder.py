@@ -25,7 +25,8 @@ _OTHER_FORMATS = {
     "zero_to_fp32.py": "a checkpoint of DeepSpeed",
     "model_index.json": "a pipeline of diffusers",
 }
-# Patterns of model folders inside another folder. Users often pass that outer folder by mistake.
+# Glob patterns that find a model folder inside another folder. Users often pass the outer folder by
+# mistake, so error messages name the inner folder.
 _NESTED = ("snapshots/*", "models--*/snapshots/*", "hub/models--*/snapshots/*", "*")
 
 
@@ -199,7 +200,10 @@ def _nested(folder: Path, names: list[str]) -> str:
 
 
 def _choose_snapshot(snapshots: list[Path]) -> Path:
-    """Return the snapshot of the branch "main" in a Hugging Face cache; else the last one."""
+    """Return the snapshot of the branch "main" in a Hugging Face cache.
+
+    If no snapshot belongs to "main", return the last one.
+    """
     for snapshot in snapshots:
         main = snapshot.parent.parent / "refs" / "main"
         if main.is_file() and main.read_text(encoding="utf-8").strip() == snapshot.name:

@@ -260,8 +260,8 @@ class PagedModel(nnx.Module):
 
         Returns:
           The three results of `score`, and a `StatePlaces`, which is None if no layer is recurrent.
-          After verification, call its `advance_postponed` with the number of accepted tokens in
-          each row, and then `state_tables.commit_marks`.
+          After verification, call `StatePlaces.advance_postponed` with the number of accepted
+          tokens in each row, and then `state_tables.commit_marks`.
         """
         arrays = token_ids, slots, num_tokens
         x, cache, ok, places = self._run_chunks("score", cache, arrays, backend, postpones=True)

@@ -16,9 +16,9 @@ from paged_jax.arguments import is_int
 from paged_jax.models.family import UnsupportedConfigError
 from paged_jax.models.model_folder import read_config_json, read_json
 
-# Keys of config.json with a quantisation config. The first two are the keys that MLX writes.
+# Keys of config.json that may hold a quantisation config. MLX writes the first two of them.
 QUANTISATION_KEYS = ("quantization", "quantization_config", "compression_config")
-# Files in which older tools write a quantisation config, and the method if a file names none.
+# Files of older tools with a quantisation config, and the method to assume if the file names none.
 _FILES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
@@ -58,7 +58,7 @@ class Scheme:
     """Format of a quantised matrix ``[out, in]``.
 
     Attributes:
-      reader: name of the function that reads the tensors, see `READERS`.
+      reader: name of the class that reads the tensors, a key of `READERS`.
       bits: bits per value.
       block: number of outputs and of inputs that share one scale; None for all outputs or inputs.
       has_zero_points: whether zero points are stored; None if the tensors in the files tell it.
@@ -209,7 +209,7 @@ class Entries:
         return value
 
     def size(self, *keys: str, default: int | None = None) -> int | None:
-        """Return a positive integer; None if it is -1, or missing without a default."""
+        """Return a positive integer. -1 stands for None, and a missing entry for the default."""
         value = self.get(*keys)
         value = default if value is None else value
         if value is None or is_int(value) and value == -1:
@@ -471,7 +471,7 @@ def _expression(entries: Entries, text: str, expression: str) -> Pattern:
 
 
 def _module_patterns(entries: Entries, names: Iterable[str]) -> tuple[Pattern, ...]:
-    """Return a pattern for each name, which matches whole parts of a module's dotted name."""
+    """Convert names to patterns that match them between the dots of a module's name."""
     return tuple(
         _expression(
             entries, name, name[3:] if name.startswith("re:") else rf"(?:.*\.)?(?:{name})(?:\.|$)"

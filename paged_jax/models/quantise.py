@@ -48,15 +48,16 @@ from paged_jax.kernels.weight_formats import (
 
 Array = TypeVar("Array", np.ndarray, jax.Array)
 
-# Number of elements that `quantise_on_host` converts in one call of its program.
+# Number of elements that `quantise_on_host` quantises in one call of the compiled function.
 _CHUNK = 1 << 21
 # Largest group size that the search supports. Sums over larger groups would overflow 32 bits.
 _MAX_GROUP = 32
 # Bits of the integers to which the elements of a group are scaled and rounded.
 _BITS = 15
-# Lower bound of a group's exponent. Groups with smaller elements get scales of 0.
+# Lower bound of a group's exponent. With it, all powers of two in the search are normal float32
+# numbers. If all elements of a group are below 2**-116, its scale becomes 0.
 _MIN_EXPONENT = -100
-# Number of fractional bits in the fixed-point scales of int4 and uint4. Their unit is the unit of
+# Number of fractional bits in the fixed-point scales of int4 and uint4. A scale of 1 is one step of
 # the integers that represent the elements.
 _INT4_FRACTION, _UINT4_FRACTION = 7, 1
 # The search for int4 tries these values of (largest element of the group) / scale, with both signs.
@@ -79,7 +80,7 @@ def quantise(w: Array, format: WeightFormat = INT8) -> WeightArrays:
         its group size.
 
     Returns:
-      The arrays of the quantised matrix, of NumPy or JAX like `w`.
+      The arrays of the quantised matrix. They are NumPy arrays if `w` is one, otherwise JAX arrays.
 
     Example:
       >>> values, scales, *_ = quantise(np.array([[1.0, -2.54], [0.0, 0.0]], np.float32))
@@ -146,7 +147,10 @@ def _largest_number(code: str) -> float:
 
 
 def _nearest_values(numbers: Array, code: str) -> Array:
-    """Round numbers to the nearest numbers of a code; return their unpacked values."""
+    """Round each number to the nearest number that `code` represents.
+
+    Return the stored values of these numbers, not packed.
+    """
     xp = numbers.__array_namespace__()
     if code == "int8":
         return xp.clip(xp.rint(numbers), -127, 127).astype(np.int8)
@@ -177,21 +181,21 @@ def change_format(
 
 
 def quantise_on_host(w: np.ndarray, format: WeightFormat) -> WeightArrays:
-    """Quantise a NumPy matrix like `quantise`, but with a compiled program on the host's CPU.
+    """Quantise a NumPy matrix like `quantise`, but with a compiled function on the host's CPU.
 
     Args:
       w: float32 ``[*out, in]``.
       format: quantised format.
 
     Returns:
-      The arrays of the quantised matrix, of NumPy.
+      The arrays of the quantised matrix, as NumPy arrays.
     """
     size = format.group_size
     has_whole_groups = size is not None and size % PACKED_INPUTS == 0 and not format.has_order
-    # All chunks have the same shape, so that the program is compiled only once. Unused rows at the
-    # end of the last chunk are ignored. If the format allows it, each row of a chunk is one group.
-    # All matrices then share one program. Otherwise, all matrices with the same number of inputs
-    # share a program.
+    # All chunks have the same shape, so that the function is compiled only once. Unused rows at the
+    # end of the last chunk are ignored. If the format allows it, each row of a chunk is one group,
+    # and the function is compiled only once per format. Otherwise, it is compiled once for each
+    # format and number of inputs.
     width = size if size is not None and has_whole_groups else w.shape[-1]
     rows = w.reshape(-1, width)
     out = WeightArrays(**{name: np.empty(*x) for name, x in format.shapes(rows.shape).items()})
@@ -234,9 +238,9 @@ class _Candidate(NamedTuple):
 
 
 def _search_int4(groups: Any) -> tuple[Any, Any]:
-    """Search the int4 codes (-8 .. 7) and scales of groups.
+    """Search int4 codes (-8 .. 7) and scales that approximate groups of weights.
 
-    The groups are float32 ``[..., n]``.
+    The groups are float32 ``[..., n]``. The module docstring describes the search.
 
     Returns:
       Codes int32 ``[..., n]`` and scales float32 ``[...]``. A scale may be negative.
@@ -259,9 +263,9 @@ def _search_int4(groups: Any) -> tuple[Any, Any]:
 def _search_uint4(
     groups: Any, scale_dtype: DTypeLike, min_dtype: DTypeLike
 ) -> tuple[Any, Any, Any]:
-    """Search the uint4 codes (0 .. 15), scales and minima of groups.
+    """Search uint4 codes (0 .. 15), scales and minima that approximate groups of weights.
 
-    The groups are float32 ``[..., n]``.
+    The groups are float32 ``[..., n]``. The module docstring describes the search.
 
     Returns:
       Codes int32 ``[..., n]``, scales ``[...]`` of `scale_dtype`, and minima ``[...]`` of
@@ -291,7 +295,8 @@ def _search_uint4(
 def _ranges(integers: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the offset and reciprocal scale of each candidate of the uint4 search.
 
-    A candidate maps the range of a group, without the fractions in `_CUTS`, to 0 .. 15.
+    A candidate cuts a pair of fractions in `_CUTS` off the range of a group, and maps the rest to
+    0 .. 15.
     """
     xp = integers.__array_namespace__()
     low, high = integers.min(-1), integers.max(-1)
@@ -344,7 +349,10 @@ def _fit_uint4(integers: Any, offset: Any, inverse: Any) -> _Candidate:
 
 
 def _better(first: _Candidate, second: _Candidate) -> _Candidate:
-    """For each group, return the candidate that saves more error; `first` if they are equal."""
+    """For each group, return the candidate with the larger `saved`, see the module docstring.
+
+    If both are equal, return `first`.
+    """
     xp = first.norm.__array_namespace__()
     (a, b), (c, d) = ([x.astype(np.float32) for x in each[2:]] for each in (first, second))
     is_better = (c * c) * b > (a * a) * d

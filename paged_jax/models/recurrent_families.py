@@ -1,6 +1,6 @@
 """`RECURRENT_FAMILIES`: supported model families with recurrent layers.
 
-Only Kimi Linear is in `expert_families`, because it also has latent attention.
+One such family is in `expert_families` instead: Kimi Linear, because it also has latent attention.
 """
 
 import math

@@ -143,8 +143,8 @@ def add_to_streams(
 ) -> jax.Array:
     """Add the layer's gated token embeddings to all streams ``[..., n, E]`` except the first.
 
-    `embed` computes them from the active stream. It is None for models without per-layer
-    embeddings.
+    `embed` computes the gated embeddings from the active stream. If it is None, the model has no
+    per-layer embeddings, and nothing is added.
     """
     if embed is None:
         return x

@@ -230,8 +230,8 @@ class Rope:
             return angles
         # Let R be rotary_dim, original the original context, and n = position + 1, which is larger
         # than original. The base becomes theta * s ** (R / (R - 2)) with s = 1 + factor * (n /
-        # original - 1). Each frequency is a power of the base. So the last frequency is divided by
-        # s, and the first does not change.
+        # original - 1). Frequency i is base ** (-2 * i / R), so it is divided by
+        # s ** (2 * i / (R - 2)): by 1 for the first frequency, and by s for the last.
         original = self.scaling.original_max_position_embeddings
         past = jnp.maximum(positions + 1 - original, 0).astype(jnp.float32) / original
         stretch = self._exponents() * self.rotary_dim / max(self.rotary_dim - 2, 1)
@@ -240,7 +240,7 @@ class Rope:
 
     @property
     def paired_dim(self) -> int:
-        """Number of elements of a head that form pairs; twice the distance within a pair."""
+        """Number of elements of a head that form pairs. Half of it is the distance in a pair."""
         is_whole = self.scaling is not None and self.scaling.rope_type == "proportional"
         return self.head_dim if is_whole else self.rotary_dim
 
@@ -268,9 +268,10 @@ def _scale(frequencies: np.ndarray, scaling: RopeScaling, rope: Rope) -> np.ndar
 
 
 def _kept_by_llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Return the weight of the original frequency of each pair with "llama3" scaling, 0 to 1.
+    """Return the weight of each pair's original frequency in "llama3" scaling, 0 to 1.
 
-    The scaled frequency has the remaining weight. The result is 1 for pairs with at least
+    The resulting frequency is the weighted mean of the original frequency and the scaled frequency,
+    which has the remaining weight. The result is 1 for pairs with at least
     `high_freq_factor` turns in the original context, 0 for pairs with at most `low_freq_factor`
     turns, and linear in the number of turns in between.
     """
@@ -282,15 +283,19 @@ def _kept_by_llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray
 
 
 def _kept_by_yarn(rope: Rope, scaling: RopeScaling) -> np.ndarray:
-    """Return the weight of the original frequency of each pair with "yarn" scaling, 0 to 1.
+    """Return the weight of each pair's original frequency in "yarn" scaling, 0 to 1.
 
-    The scaled frequency has the remaining weight. The result is 1 for pairs with at least
+    The resulting frequency is the weighted mean of the original frequency and the scaled frequency,
+    which has the remaining weight. The result is 1 for pairs with at least
     `beta_fast` turns in the original context, 0 for pairs with at most `beta_slow` turns, and
     linear in the index of the pair in between.
     """
 
     def find_pair(turns: float) -> float:
-        """Return the (fractional) index of the pair that makes this number of turns."""
+        """Return the index of the pair that makes `turns` turns in the original context.
+
+        The index may be a fraction.
+        """
         length = scaling.original_max_position_embeddings / (2 * math.pi * turns)
         return rope.rotary_dim * math.log(length) / (2 * math.log(rope.theta))
 

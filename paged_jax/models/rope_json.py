@@ -86,7 +86,8 @@ def write_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
             SLIDING: {**(local_scaling or default), "rope_theta": local_theta or theta},
         }
         if family.partial_rope:
-            # No other entry can say that only layers without a window rotate a part of each head.
+            # The partial rotary factor applies only to layers without a window. The other entries
+            # apply to all layers, so they cannot express this.
             written["rope_parameters"][FULL] |= partial
             del written["rope_scaling"]
     scale: QueryScale | None = fields["query_scale"]
@@ -135,7 +136,7 @@ def write_latent(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _mscale_all_dim(fields: Mapping[str, Any], factor: float) -> float:
-    """Return the ``mscale_all_dim`` that gives `attention_multiplier`; 0 for no such entry."""
+    """Convert `attention_multiplier` to ``mscale_all_dim``; 0 if this entry is not needed."""
     latent: LatentSizes | None = fields["latent"]
     multiplier = fields["attention_multiplier"]
     if latent is None or multiplier is None or factor <= 1:
@@ -329,7 +330,10 @@ def _is_nested(rope: Mapping[str, Any]) -> bool:
 def _split_by_layer_type(
     rope: Mapping[str, Any], family: Family
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the objects for layers without a sliding window and for layers with a window."""
+    """Return two objects: for layers without a sliding window, and for layers with a window.
+
+    `rope` is an entry ``rope_parameters`` with one object for each layer type.
+    """
     if not family.local_rope:
         raise UnsupportedConfigError(
             "LlamaConfig: rope_parameters must be the same for all layers of "

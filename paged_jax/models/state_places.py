@@ -44,7 +44,7 @@ class StatePlaces(NamedTuple):
       entries: i32 ``[B]``, entry that each row writes; P for rows that write nothing.
       spares: i32 ``[B]``, spare entry, to which each row writes instead of its entry once it has
         `turns` tokens, see `state_tables.plan_states`; P for rows without a spare entry.
-      turns: i32 ``[B]``, sequence length in tokens from which each row uses its spare entry.
+      turns: i32 ``[B]``, sequence length in tokens at which each row switches to its spare entry.
       num_entries: number of entries in the pools (P).
       layers: for each layer, the index of its group of recurrent layers and its index in this
         group; None for other layers.
@@ -69,8 +69,10 @@ class StatePlaces(NamedTuple):
     ) -> "StatePlaces | None":
         """Return the entries that `paged_cache.reserve` or `paged_cache.plan` has chosen.
 
-        `rows` is the slot of each row. Rows to skip have a slot that does not exist. If `postpones`
-        is True, `advance` does not write states.
+        Args:
+          cache: the cache after the call of that function.
+          rows: slot of each row. Rows to skip have a slot that does not exist.
+          postpones: whether `advance` must not write states.
 
         Returns:
           The entries; None if the cache has no states of recurrent layers.

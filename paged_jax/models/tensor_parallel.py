@@ -74,16 +74,16 @@ _DIVIDED = {
 # copied to several devices. Each copy has the head's key and value rows, and a share of its query
 # rows, see `_pieces`.
 _OF_HEADS = ("qkv_proj", "qkv_bias", "q_norm", "k_norm")
-# The same for parameters that are divided by parts of recurrent layers, see `Mixer.widen`.
+# Parameters of recurrent layers that are copied to several devices like KV heads (`Mixer.widen`).
 _OF_MIXER = tuple(name for name in _DIVIDED if name.startswith("mixer_") and _DIVIDED[name] > 1)
 _OF_VOCABULARY = ("embed_tokens", "embed_tokens_per_layer", "lm_head")
-# Fields of a config with a number of KV heads. The second may be 0, which means that it is not
-# used.
+# Fields of a config that hold a number of KV heads. If the second is 0, it is not used.
 _KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
 
 Convert = Callable[[jax.Array], jax.Array]
 
-# Pieces of rows: their number (None: all other rows), and whether each copy keeps all of them.
+# For each piece of a parameter, the number of its rows (None for all rows that are in no other
+# piece), and whether each copy of a head has all of these rows. Otherwise the copies divide them.
 _Pieces = tuple[tuple[int | None, bool], ...]
 
 
@@ -284,7 +284,7 @@ class TensorParallel:
 
     @property
     def shard(self) -> DeviceShard:
-        """Argument `shard` of the model that each device runs. It is the same on all devices."""
+        """Argument `shard` of the model that each device runs, the same value on all devices."""
         return DeviceShard(AXIS, self.config.vocab_size, self.num_devices)
 
     def model_sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
@@ -293,8 +293,8 @@ class TensorParallel:
         if (mesh := self._mesh_of_copies(name)) is not None:
             return NamedSharding(mesh, _divide(rank, rank - _DIVIDED[kind], "heads"))
         if kind in _OF_VOCABULARY and self._num_padding and not name.endswith(ORDER):
-            # The number of rows is not a multiple of N before padding, so divide the last dimension
-            # instead.
+            # Without padding, the number of rows is not a multiple of the number of devices. So
+            # divide the last dimension instead.
             if shape[-1] % self.num_devices:
                 return NamedSharding(self.mesh, PartitionSpec())
             return NamedSharding(self.mesh, _divide(rank, rank - 1, AXIS))
@@ -303,7 +303,7 @@ class TensorParallel:
     def program_spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         """Return the partition of a parameter in the program layout.
 
-        `shape` may be the shape of the parameter in either layout.
+        The class docstring defines the two layouts. `shape` may be the shape in either of them.
         """
         kind, rank = _kind(name), len(shape)
         if not self._is_divided(kind) or name.endswith(ORDER):
@@ -311,13 +311,13 @@ class TensorParallel:
         if rank < _DIVIDED[kind]:
             return PartitionSpec()  # norm of each recurrent head
         if name.endswith((SCALE, MIN)) and _DIVIDED[kind] == 1 and shape[-1] == 1:
-            return PartitionSpec()  # all devices need the only scale of each row
+            return PartitionSpec()  # a row has a single scale, which all devices need
         return _divide(rank, rank - _DIVIDED[kind], AXIS)
 
     def check_formats(
         self, function: str, formats: MatrixFormats, shapes: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """Check that quantised matrices that are divided along their inputs can be divided.
+        """Check that the formats allow the division of matrices along their inputs.
 
         Raises:
           ValueError: a device's part of a matrix would not consist of whole groups of inputs, or
@@ -391,9 +391,9 @@ class TensorParallel:
         return Mesh(devices, ("heads", "copies"), axis_types=(AxisType.Auto,) * 2)
 
     def _pieces(self, name: str) -> _Pieces:
-        """Return the pieces, along the dimension after the heads, of a parameter with copies.
+        """Return the pieces of a parameter with copied heads, in the dimension after the heads.
 
-        Copies of a KV head keep its key and its value, and divide its queries.
+        Each copy of a KV head has the head's key and value rows, and a share of its query rows.
         """
         kind = _kind(name)
         if kind in _OF_MIXER:
@@ -407,7 +407,7 @@ class TensorParallel:
 
     @property
     def _num_padding(self) -> int:
-        """Number of rows by which the vocabulary is padded to a multiple of N."""
+        """Number of rows by which the vocabulary is padded to a multiple of `num_devices`."""
         return -self.config.vocab_size % self.num_devices
 
 
@@ -459,7 +459,7 @@ def _widener(mesh: Mesh, axis: int, pieces: _Pieces) -> Convert:
 
 @functools.lru_cache
 def _narrower(mesh: Mesh, axis: int, pieces: _Pieces) -> Convert:
-    """Return the conversion back to ``[K, rows, ...]``, the inverse of `_widener`."""
+    """Return the inverse of the function that `_widener` returns for the same arguments."""
 
     def narrow(x: jax.Array) -> jax.Array:
         whole = _split(x, axis + 1, pieces, mesh.shape["copies"])
@@ -475,7 +475,7 @@ def _narrower(mesh: Mesh, axis: int, pieces: _Pieces) -> Convert:
 
 
 def _split(x: jax.Array, axis: int, pieces: _Pieces, num_copies: int) -> list[jax.Array]:
-    """Split rows into pieces. If the copies have divided the rows, `num_copies` is above 1."""
+    """Split a parameter, or one of its `num_copies` copies, into its pieces along `axis`."""
     counts = [rows and (rows if is_kept else rows // num_copies) for rows, is_kept in pieces]
     rest = x.shape[axis] - sum(filter(None, counts))
     sizes = [rest if count is None else count for count in counts]
