@@ -49,6 +49,7 @@ from benchmarks.common.device_time import Rates, measure_rates, take_turns
 from benchmarks.common.environment import environment, write_json
 from paged_jax.kernels import gpu_device, triton
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Options
+from paged_jax.kernels.call_table import CallShape
 from paged_jax.kernels.pool_format import is_quantised
 from paged_jax.kernels.triton import tuning
 
@@ -83,7 +84,7 @@ class Job(NamedTuple):
     """
 
     op: str
-    shape: tuning.Shape
+    shape: CallShape
     cases: tuple[Case, ...]
 
     def __str__(self) -> str:
@@ -94,25 +95,25 @@ def make_jobs(
     ops: list[str], models: list[str], block_sizes: list[int], pool_dtypes: list[str]
 ) -> list[Job]:
     """Create the jobs for some models, each shape once."""
-    jobs: dict[tuple[str, tuning.Shape], Job] = {}
+    jobs: dict[tuple[str, CallShape], Job] = {}
     # The model varies fastest, so that every model has its most common dtypes if time runs out.
     for dtype, block_size, op, model in itertools.product(pool_dtypes, block_sizes, ops, models):
         sizes, chunk = (_DECODED, 0) if op == "decode" else (_CHUNKS, CHUNK)
         cases = tuple(Case(model, b, n, block_size, dtype, ragged, chunk) for b, n, ragged in sizes)
         num_heads, num_kv_heads, head_dim = MODELS[model]
         group = num_heads // num_kv_heads
-        shape = tuning.Shape(head_dim, group, block_size, cases[0].q_dtype, dtype)
+        shape = CallShape(head_dim, group, block_size, cases[0].q_dtype, dtype)
         jobs.setdefault((op, shape), Job(op, shape, cases))
     return list(jobs.values())
 
 
-def current_params(device_kind: str, op: str, shape: tuning.Shape) -> tuning.Params:
+def current_params(device_kind: str, op: str, shape: CallShape) -> tuning.Params:
     """Return the parameters that the kernels use now."""
     choose = {"decode": tuning.decode_params, "prefill": tuning.prefill_params}[op]
     return choose(device_kind, shape)
 
 
-def make_candidates(device_kind: str, op: str, shape: tuning.Shape) -> list[tuning.Params]:
+def make_candidates(device_kind: str, op: str, shape: CallShape) -> list[tuning.Params]:
     """Return the parameters to try, beginning with the current ones."""
     found: list[tuning.Params] = [current_params(device_kind, op, shape)]
     for step_tokens, num_warps, num_stages in itertools.product(
@@ -128,7 +129,7 @@ def make_candidates(device_kind: str, op: str, shape: tuning.Shape) -> list[tuni
     return [params for params in dict.fromkeys(found) if params == found[0] or fits(shape, params)]
 
 
-def fits(shape: tuning.Shape, params: tuning.Params) -> bool:
+def fits(shape: CallShape, params: tuning.Params) -> bool:
     """Return whether tiles are expected to fit into shared memory and registers.
 
     Loads keep the dtype of the pool: 1 byte per element if it is quantised.

@@ -28,7 +28,7 @@ from paged_jax.kernels import (
     ragged_paged_attention,
 )
 from paged_jax.kernels.backend import ATTENTION, Op, Pools
-from paged_jax.kernels.gpu_defaults import CallKey
+from paged_jax.kernels.call_table import CallShape
 from paged_jax.kernels.pool_format import QUANTISED, query_dtype
 
 UPDATES: tuple[Op, ...] = ("write", "rope_write", "copy_blocks")
@@ -83,7 +83,7 @@ class OpCase:
         return MODELS[self.model]
 
     @property
-    def key(self) -> CallKey:
+    def key(self) -> CallShape:
         """The key of the call in the table of defaults."""
         num_heads, num_kv_heads, head_dim = self.heads
         has_queries = self.op in (*ATTENTION, "rope_write")
@@ -91,7 +91,7 @@ class OpCase:
         q_dtype = query_dtype(self.pool_dtype).name if self.op in ATTENTION else _NEW_DTYPE
         if self.op == "copy_blocks":
             q_dtype = self.pool_dtype
-        return CallKey(head_dim, 0, group, self.block_size, q_dtype, self.pool_dtype)
+        return CallShape(head_dim, group, self.block_size, q_dtype, self.pool_dtype)
 
     @property
     def attention(self) -> Case:

@@ -22,6 +22,7 @@ from benchmarks.step.programs import VARIANTS
 from paged_jax import generate
 from paged_jax.kernels import gpu_defaults
 from paged_jax.kernels.backend import Op
+from paged_jax.kernels.call_table import CallShape
 from paged_jax.kernels.triton import tuning
 from tests.support import ROOT
 
@@ -234,7 +235,7 @@ def test_defaults_are_derived_from_the_results_of_the_stages_before(tmp_path) ->
     # No device is needed.
     assert run.main(["--stage", "defaults", "--out", str(tmp_path)]) == 0
     table = gpu_defaults.parse((tmp_path / "gpu-defaults.json").read_text())
-    assert table == {"NVIDIA H200": {"decode": {KEY: "mosaic_gpu"}}}
+    assert table == {"NVIDIA H200": {"decode": {CallShape.parse(KEY): "mosaic_gpu"}}}
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is one")

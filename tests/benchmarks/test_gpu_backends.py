@@ -17,7 +17,7 @@ from benchmarks.gpu import backends, cases, defaults
 from benchmarks.gpu.cases import OpCase, make_op_inputs
 from paged_jax.kernels import dispatch
 from paged_jax.kernels.backend import Op
-from paged_jax.kernels.gpu_defaults import CallKey
+from paged_jax.kernels.call_table import CallShape
 from paged_jax.kernels.mosaic_gpu import launch
 from tests.benchmarks.test_attention import random_numbers
 from tests.support.kernel_cases import lower
@@ -93,7 +93,7 @@ def test_key_of_a_case_is_the_key_of_its_call(case, monkeypatch) -> None:
     inputs = make_op_inputs(case)
     call = inputs.call("xla")
     jax.eval_shape(lambda start, arrays: call.op(start, 0, arrays), inputs.start, call.arrays)
-    assert {(problem.op, CallKey.of(problem)) for problem in problems} == {(case.op, case.key)}
+    assert {(problem.op, CallShape.of(problem)) for problem in problems} == {(case.op, case.key)}
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from paged_jax.kernels import gpu_device
+from paged_jax.kernels.call_table import CallShape
 from paged_jax.kernels.triton import tuning
 from tests.support.aot_cases import (
     EXPERTS,
@@ -178,7 +179,7 @@ def test_programs_per_core_fit_an_h200(results, name) -> None:
     """The split of a batch relies on it. Registers are allocated per warp in units of 256."""
     case, program = GPU_DECODE[name], compiled(results, name)
     pool_dtype = case.pool_dtype or case.dtype
-    shape = tuning.Shape(case.D, case.G, case.C, case.dtype, pool_dtype, case.U or 0)
+    shape = CallShape(case.D, case.G, case.C, case.dtype, pool_dtype, case.U or 0)
     shape = shape._replace(group=tuning.slice_size(shape))
     params = tuning.decode_params("", shape)
     counted = tuning.programs_per_core(shape, params, gpu_device.DEFAULT)

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.gpu import defaults
 from paged_jax.kernels import gpu_defaults, gpu_device
 from paged_jax.kernels.backend import ATTENTION, Op, Options, Problem
+from paged_jax.kernels.call_table import CallShape
 from paged_jax.kernels.dispatch import choose_backend
-from paged_jax.kernels.gpu_defaults import CallKey
 from paged_jax.kernels.gpu_device import GpuInfo
 from paged_jax.kernels.mosaic_gpu import launch
 from tests.kernels.test_triton_write import problem as problem_of_write
@@ -22,6 +22,8 @@ needs_mosaic_gpu = pytest.mark.skipif(
 
 H200, H100 = GpuInfo("NVIDIA H200", 132), GpuInfo("NVIDIA H100 80GB HBM3", 132)
 KEY = "D128 G4 C16 q:bfloat16 pool:bfloat16"
+SHAPE = CallShape.parse(KEY)
+ENTRY = {"backend": "triton", "measured": "now"}
 
 
 def problem(op: Op = "decode", pool_dtype="bfloat16", **changes) -> Problem:
@@ -163,22 +165,22 @@ def test_update_table_keeps_other_entries(tmp_path) -> None:
     defaults.update_table(path, [report(record("decode", mosaic_gpu=3.0, triton=2.0))])
     table = gpu_defaults.parse(path.read_text())
     assert table == {
-        H200.kind: {"decode": {KEY: "triton"}, "write": {KEY: "mosaic_gpu"}},
-        H100.kind: {"write": {KEY: "mosaic_gpu"}},
+        H200.kind: {"decode": {SHAPE: "triton"}, "write": {SHAPE: "mosaic_gpu"}},
+        H100.kind: {"write": {SHAPE: "mosaic_gpu"}},
     }
 
 
 def test_key_of_a_problem() -> None:
     ops: tuple[Op, ...] = (*ATTENTION, "rope_write")
     for op in ops:
-        assert str(CallKey.of(problem(op))) == KEY
+        assert str(CallShape.of(problem(op))) == KEY
     write = problem_of_write("int8", D=64)
-    assert str(CallKey.of(write)) == f"D64 C{write['C']} q:int8 pool:int8"
+    assert str(CallShape.of(write)) == f"D64 C{write['C']} q:int8 pool:int8"
     # Values with their own pool of another size, and values in the keys.
-    assert str(CallKey.of(problem(U=64))).startswith("D128 U64 G4")
-    assert str(CallKey.of(problem(U=128))).startswith("D128 G4")
+    assert str(CallShape.of(problem(U=64))).startswith("D128 U64 G4")
+    assert str(CallShape.of(problem(U=128))).startswith("D128 G4")
     latent = dataclasses.replace(problem(U=128), shares_values=True)
-    assert str(CallKey.of(latent)).startswith("D128 U128 G4")
+    assert str(CallShape.of(latent)).startswith("D128 U128 G4")
 
 
 @pytest.mark.parametrize(
@@ -188,9 +190,13 @@ def test_key_of_a_problem() -> None:
         ("[]", "the table must be an object"),
         ('{"NVIDIA H200": 3}', "NVIDIA H200 must be an object, got 3"),
         ({"train": {}}, "one of decode, .*, got 'train'"),
-        ({"decode": {"D128": {}}}, "must look like .* got 'D128'"),
-        ({"decode": {KEY: {"measured": "now"}}}, "backend of .* must be a string, got None"),
-        ({"decode": {KEY: {"backend": "triton"}}}, "measured of .* must be a string, got None"),
+        ({"decode": {"D128": {"measured": "now"}}}, "must look like .* got 'D128'"),
+        (
+            {"decode": {KEY: {"measured": "now"}}},
+            "decode, D128 .*: backend must be a string, got None",
+        ),
+        ({"decode": {KEY: {"backend": "triton"}}}, "'measured' must say how"),
+        ({"decode": {KEY.replace("G4 ", ""): ENTRY}}, "must have a group"),
     ],
 )
 def test_parse_refuses_a_malformed_table(table, message) -> None:

@@ -17,10 +17,8 @@ narrower dtype spill registers and are slower.
 
 import functools
 import importlib.resources
-import json
 import math
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +26,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from paged_jax.kernels.backend import AttentionArgs, Options
+from paged_jax.kernels.call_table import CallShape, CallTable, parse_table
 from paged_jax.kernels.gpu_device import GpuInfo, device
 from paged_jax.kernels.pool_format import is_quantised, matmul_dtype
 
@@ -66,41 +65,16 @@ class PrefillParams(NamedTuple):
 Params = DecodeParams | PrefillParams
 
 
-class Shape(NamedTuple):
-    """Properties of a call that determine its launch parameters, together with the GPU.
+def shape_of(args: AttentionArgs, options: Options) -> CallShape:
+    """Return the shape of a decode or prefill, which determines its launch parameters.
 
-    ``str(shape)`` is the key of the entry of this shape in `tuning.json`.
-
-    Example:
-      >>> str(Shape(128, 4, 16, "bfloat16", "int8"))
-      'D128 G4 C16 q:bfloat16 pool:int8'
+    `value_dim` is 0 unless the values are parts of the keys.
     """
-
-    head_dim: int
-    group: int
-    block_size: int
-    q_dtype: str
-    pool_dtype: str
-    value_dim: int = 0  # number of elements of a value if the values are parts of the keys, else 0
-
-    def __str__(self) -> str:
-        value = f" U{self.value_dim}" if self.value_dim else ""
-        return (
-            f"D{self.head_dim}{value} G{self.group} C{self.block_size} "
-            f"q:{self.q_dtype} pool:{self.pool_dtype}"
-        )
-
-
-def shape_of(args: AttentionArgs, options: Options) -> Shape:
-    """Return the properties of a decode or prefill that determine its launch parameters."""
     (*_, H, D), pools = args.q.shape, args.pools
     value_dim = options.output_dim(D) if pools.shares_values else 0
     group, block_size = H // pools.num_kv_heads, pools.block_size
-    return Shape(D, group, block_size, args.q.dtype.name, pools.dtype.name, value_dim)
+    return CallShape(D, group, block_size, args.q.dtype.name, pools.dtype.name, value_dim)
 
-
-# parameters by device kind, op and shape
-Table = Mapping[str, Mapping[str, Mapping[Shape, Params]]]
 
 OPS: Mapping[str, type[Params]] = {"decode": DecodeParams, "prefill": PrefillParams}
 
@@ -109,22 +83,22 @@ OPS: Mapping[str, type[Params]] = {"decode": DecodeParams, "prefill": PrefillPar
 TABLE_VARIABLE = "PAGED_JAX_TUNING"
 
 
-def decode_params(device_kind: str, shape: Shape) -> DecodeParams:
+def decode_params(device_kind: str, shape: CallShape) -> DecodeParams:
     """Return the launch parameters of the decode kernel for a GPU and a shape.
 
     Example:
-      >>> decode_params("", Shape(128, 4, 16, "bfloat16", "bfloat16"))
+      >>> decode_params("", CallShape(128, 4, 16, "bfloat16", "bfloat16"))
       DecodeParams(step_tokens=64, num_warps=4, num_stages=3)
     """
     measured = _nearest(_measured(), device_kind, "decode", shape)
     return _decode_rule(shape) if measured is None else DecodeParams(*measured)
 
 
-def prefill_params(device_kind: str, shape: Shape, *, is_ragged: bool = False) -> PrefillParams:
+def prefill_params(device_kind: str, shape: CallShape, *, is_ragged: bool = False) -> PrefillParams:
     """Return the launch parameters of the prefill kernel for a GPU and a shape.
 
     Example:
-      >>> prefill_params("", Shape(128, 4, 16, "bfloat16", "bfloat16"))
+      >>> prefill_params("", CallShape(128, 4, 16, "bfloat16", "bfloat16"))
       PrefillParams(query_rows=128, step_tokens=128, num_warps=8, num_stages=2)
     """
     measured = _nearest(_measured(), device_kind, "prefill", shape)
@@ -133,14 +107,14 @@ def prefill_params(device_kind: str, shape: Shape, *, is_ragged: bool = False) -
     return PrefillParams(*measured)
 
 
-def _lanes(shape: Shape) -> int:
+def _lanes(shape: CallShape) -> int:
     """Return the number of lanes of a value in a tile."""
     # Triton's arrays have sizes that are powers of two, so a head dimension of 80 or 96 takes 128
     # lanes.
     return 1 << ((shape.value_dim or shape.head_dim) - 1).bit_length()
 
 
-def _token_lanes(shape: Shape) -> int:
+def _token_lanes(shape: CallShape) -> int:
     """Return the number of lanes of K and V of a token in a KV head."""
     if not shape.value_dim:
         return 2 * _lanes(shape)
@@ -148,12 +122,12 @@ def _token_lanes(shape: Shape) -> int:
     return _lanes(shape) + (1 << (rest - 1).bit_length() if rest else 0)
 
 
-def token_bytes(shape: Shape) -> int:
+def token_bytes(shape: CallShape) -> int:
     """Return the bytes of K and V of a token in a KV head, in the dtype of the matmuls."""
     return _token_lanes(shape) * matmul_dtype(shape.q_dtype, shape.pool_dtype).itemsize
 
 
-def _is_exact(shape: Shape) -> bool:
+def _is_exact(shape: CallShape) -> bool:
     """Return whether the matmuls are in float32, which tensor cores do not support."""
     return matmul_dtype(shape.q_dtype, shape.pool_dtype) == jnp.float32
 
@@ -167,7 +141,7 @@ def _power_of_two_below(x: int) -> int:
     return 1 << (max(x, 1).bit_length() - 1)
 
 
-def _latent_decode_rule(shape: Shape) -> DecodeParams:
+def _latent_decode_rule(shape: CallShape) -> DecodeParams:
     """Choose the parameters of the decode kernel for latent attention.
 
     It has values of up to 512 elements, and up to 16 query heads in a slice.
@@ -176,7 +150,7 @@ def _latent_decode_rule(shape: Shape) -> DecodeParams:
     return DecodeParams(step_tokens, num_warps=8 if _is_exact(shape) else 4, num_stages=2)
 
 
-def _decode_rule(shape: Shape) -> DecodeParams:
+def _decode_rule(shape: CallShape) -> DecodeParams:
     if shape.value_dim:
         return _latent_decode_rule(shape)
     # Use shorter steps for 32 lanes. With steps of 128 tokens, kernels for groups of 12 query heads
@@ -194,7 +168,7 @@ def _decode_rule(shape: Shape) -> DecodeParams:
     return DecodeParams(step_tokens, num_warps=8 if _is_exact(shape) else 4, num_stages=3)
 
 
-def slice_size(shape: Shape) -> int:
+def slice_size(shape: CallShape) -> int:
     """Return the maximum number of query heads in a slice of a group, see `decode`.
 
     A group is cut into slices of about equal size. There are as few slices as fit the registers.
@@ -203,7 +177,7 @@ def slice_size(shape: Shape) -> int:
     Example:
       Groups of 4, 32 and 71 query heads are cut into 1, 1 and 3 slices:
 
-      >>> [slice_size(Shape(128, group, 16, "bfloat16", "bfloat16")) for group in (4, 32, 71)]
+      >>> [slice_size(CallShape(128, group, 16, "bfloat16", "bfloat16")) for group in (4, 32, 71)]
       [4, 32, 24]
     """
     is_tight = is_quantised(shape.pool_dtype) and _lanes(shape) <= 64
@@ -224,11 +198,11 @@ _MAX_LARGE_PROGRAMS = 2
 _SHARED_KILOBYTES = {(8, 0): 164, (8, 6): 100, (8, 7): 164, (8, 9): 100, (12, 0): 100, (12, 1): 100}
 
 
-def programs_per_core(shape: Shape, params: DecodeParams, device: GpuInfo) -> int:
+def programs_per_core(shape: CallShape, params: DecodeParams, device: GpuInfo) -> int:
     """Return the number of program instances of the decode kernel that run on an SM at a time.
 
     Example:
-      >>> shape = Shape(128, 4, 16, "bfloat16", "bfloat16")
+      >>> shape = CallShape(128, 4, 16, "bfloat16", "bfloat16")
       >>> programs_per_core(shape, DecodeParams(64, num_warps=4, num_stages=3), GpuInfo("", 132))
       3
     """
@@ -254,7 +228,7 @@ def _shared_kilobytes(device: GpuInfo) -> int:
 _LARGE_ARCHITECTURES = (9, 10)
 
 
-def _prefill_rule(shape: Shape, device: GpuInfo, is_ragged: bool) -> PrefillParams:
+def _prefill_rule(shape: CallShape, device: GpuInfo, is_ragged: bool) -> PrefillParams:
     if shape.value_dim and not _is_exact(shape):
         # With this number of rows, the float32 accumulator (rows x lanes) takes 64 registers per
         # thread.
@@ -287,17 +261,19 @@ def _prefill_rule(shape: Shape, device: GpuInfo, is_ragged: bool) -> PrefillPara
     return PrefillParams(query_rows, step_tokens, num_warps=8, num_stages=3)
 
 
-def _nearest(table: Table, device_kind: str, op: str, shape: Shape) -> Params | None:
+def _nearest(
+    table: CallTable[Params], device_kind: str, op: str, shape: CallShape
+) -> Params | None:
     """Return the entry of a shape, or else of the nearest shape; None if there is neither.
 
     The nearest shape has the same head dimension and dtypes, so its tiles have the same size.
     """
     entries = table.get(device_kind, {}).get(op, {})
 
-    def has_same_tiles(other: Shape) -> bool:
+    def has_same_tiles(other: CallShape) -> bool:
         return other._replace(group=shape.group, block_size=shape.block_size) == shape
 
-    def distance(other: Shape) -> tuple[float, Shape]:
+    def distance(other: CallShape) -> tuple[float, CallShape]:
         group = abs(math.log2(other.group / shape.group))
         return group + abs(math.log2(other.block_size / shape.block_size)), other
 
@@ -306,13 +282,13 @@ def _nearest(table: Table, device_kind: str, op: str, shape: Shape) -> Params | 
 
 
 @functools.cache
-def _measured() -> Table:
+def _measured() -> CallTable[Params]:
     own = os.environ.get(TABLE_VARIABLE)
     shipped = importlib.resources.files("paged_jax.kernels.triton") / "tuning.json"
     return parse((Path(own) if own else shipped).read_text(encoding="utf-8"))
 
 
-def parse(text: str) -> Table:
+def parse(text: str) -> CallTable[Params]:
     """Parse a table in the format of `tuning.json`, see the module's docstring.
 
     Raises:
@@ -322,61 +298,13 @@ def parse(text: str) -> Table:
       >>> parse('{"NVIDIA H200": {"decode": {}}}')
       {'NVIDIA H200': {'decode': {}}}
     """
-    try:
-        devices = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"tuning.parse: text must be JSON, got a syntax error: {error}."
-        ) from error
-    table: dict[str, dict[str, dict[Shape, Params]]] = {}
-    for kind, ops in _items(devices, "the table"):
-        table[kind] = {}
-        for op, entries in _items(ops, kind):
-            if op not in OPS:
-                raise ValueError(
-                    f"tuning.parse: an op must be one of {', '.join(OPS)}, got {op!r} in {kind}."
-                )
-            table[kind][op] = {
-                _shape(key): _params(OPS[op], entry, f"{kind}, {op}, {key}")
-                for key, entry in _items(entries, f"{kind}, {op}")
-            }
-    return table
+    return parse_table(text, OPS, _parse_entry)
 
 
-def _items(mapping: Any, where: str) -> Any:
-    if not isinstance(mapping, dict):
-        raise ValueError(f"tuning.parse: {where} must be an object, got {mapping!r}.")
-    return mapping.items()
-
-
-def _shape(key: str) -> Shape:
-    size = r"([1-9]\d*)"
-    match = re.fullmatch(rf"D{size}(?: U{size})? G{size} C{size} q:(\w+) pool:(\w+)", key)
-    if match is None:
-        raise ValueError(
-            "tuning.parse: a shape must look like 'D128 G4 C16 q:bfloat16 pool:bfloat16', "
-            f"got {key!r}."
-        )
-    head_dim, value_dim, group, block_size, *dtypes = match.groups()
-    for name in dtypes:
-        try:
-            jnp.dtype(name)
-        except TypeError as error:
-            raise ValueError(f"tuning.parse: {error} in {key!r}.") from error
-    q_dtype, pool_dtype = dtypes
-    value = int(value_dim or 0)
-    return Shape(int(head_dim), int(group), int(block_size), q_dtype, pool_dtype, value)
-
-
-def _params(kind: type[Params], entry: Any, where: str) -> Params:
-    fields = dict(_items(entry, where))
-    # Require the origin of each measurement, so that it can be reproduced.
-    if not isinstance(fields.pop("measured", None), str):
-        raise ValueError(f"tuning.parse: {where} must say in 'measured' how it was measured.")
+def _parse_entry(op: str, fields: dict[str, Any]) -> Params:
+    kind = OPS[op]
     if fields.keys() != set(kind._fields):
-        raise ValueError(
-            f"tuning.parse: {where} must have {', '.join(kind._fields)}, got {', '.join(fields)}."
-        )
+        raise ValueError(f"it must have {', '.join(kind._fields)}, got {', '.join(fields)}.")
     for name, value in fields.items():
         is_stages = name == "num_stages"
         is_allowed = type(value) is int and (
@@ -384,5 +312,5 @@ def _params(kind: type[Params], entry: Any, where: str) -> Params:
         )
         if not is_allowed:
             rule = "in 1..8" if is_stages else "a power of two"
-            raise ValueError(f"tuning.parse: {name} of {where} must be {rule}, got {value!r}.")
+            raise ValueError(f"{name} must be {rule}, got {value!r}.")
     return kind(**fields)
