@@ -466,7 +466,10 @@ def _is_single_chunk(k_pool: jax.Array, block_tables: jax.Array, chunk: int) -> 
 
 
 def _tables_of_chunks(block_tables: jax.Array, numbers: jax.Array, width: int) -> jax.Array:
-    """Return the columns of the block tables for chunk ``numbers[b]`` of each sequence."""
+    """Return the part of each block table that belongs to one chunk, i32 ``[B, width]``.
+
+    ``numbers[b]`` is the index of the chunk of sequence b. A chunk has `width` blocks.
+    """
     columns = numbers[:, None] * width + jnp.arange(width, dtype=jnp.int32)[None]
     # The last chunk may have fewer columns than the others, so clip the columns. No column after
     # the end of a sequence is read.

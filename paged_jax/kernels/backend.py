@@ -88,7 +88,7 @@ class Pools(NamedTuple):
 
     @property
     def shares_values(self) -> bool:
-        """Whether value vectors are not stored, because each is the beginning of its key vector."""
+        """Whether values are stored only as the beginnings of keys (latent attention)."""
         return self.v is None
 
     @property
@@ -108,7 +108,7 @@ class Pools(NamedTuple):
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block (C)."""
+        """Number of tokens in a block (C)."""
         return self.k.shape[3]
 
     def map(self, function: Callable[[Any], Any]) -> "Pools":
@@ -437,7 +437,7 @@ class Problem:
         *,
         has_sinks: bool = False,
     ) -> Self:
-        """Return the description of a call; `dtype` is `q_dtype`."""
+        """Describe a call. `dtype` is the attribute `q_dtype`."""
         return cls(
             op=op,
             sizes=tuple(sizes.items()),
@@ -475,8 +475,8 @@ class Backend(Protocol):
     """Interface of a backend. Instances are hashable, and equal if they behave the same.
 
     Attributes:
-      platform: JAX's name of the only platform that the backend supports. On it, the backend is
-        preferred to backends for all platforms, which have None here.
+      platform: JAX's name of the only platform that the backend supports; None if it supports all
+        platforms. On its platform, a backend is preferred to the backends for all platforms.
     """
 
     platform: ClassVar[str | None]

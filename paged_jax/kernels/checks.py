@@ -227,9 +227,8 @@ def checked_value_dim(
     """Check `value_dim`, and return it as a Python integer; None if it is `head_dim`.
 
     Raises:
-      ValueError: `value_dim` is traced, not an integer, not positive or too large. Values that are
-        a part of the keys cannot have more elements than the keys. Or it is None, and there is no
-        pool of values.
+      ValueError: `value_dim` is traced, not an integer, not positive or too large. If there is no
+        pool of values, it is None or larger than `head_dim`.
     """
     value_dim = static(function, "value_dim", value_dim, operator.index)
     if value_dim is None:

@@ -42,8 +42,8 @@ _CLASSES = {
 }
 
 
-# Users choose these backends by options of the engine, not by `backend`. They can be looked up in
-# `BACKENDS`, which does not list them.
+# Backends that users choose by other options of the engine than `backend`. An iteration over
+# `BACKENDS` leaves them out, but `BACKENDS[name]` finds them.
 _UNLISTED = {"cpu_int8": ("paged_jax.kernels.cpu", "CpuInt8")}
 
 # Backends that users have added by `add_backend`.
@@ -125,7 +125,7 @@ def _can_interpret(backend: Backend | None) -> bool:
 
 
 def _interpreted(name: str, interpret: Interpret) -> Backend:
-    """Return the backend `name`. If `interpret` is set, it interprets its kernels."""
+    """Return the backend `name`. If `interpret` is set, its kernels run in the interpreter."""
     backend: Any = BACKENDS[name]
     return replace(backend, interpret=interpret) if interpret else backend
 

@@ -157,7 +157,7 @@ def _first_gpu() -> GpuInfo:
 
 @dataclass(frozen=True)
 class GpuBackend:
-    """Base class of the backends for NVIDIA GPUs. Each op is a call of a kernel.
+    """Base class of the backends for NVIDIA GPUs. Each op launches a kernel.
 
     Attributes:
       name: name of the backend.

@@ -158,8 +158,8 @@ def _only_layer(
     The padding of the last dimension is zero too.
     """
     bar = jnp.pad(bar, ((0, 0),) * 3 + ((0, pool.shape[-1] - bar.shape[-1]),)).astype(pool.dtype)
-    # Use `where` instead of updating an array of zeros: XLA would create the zeros once, and copy
-    # them for K and for V.
+    # Use `where` instead of writing `bar` to an array of zeros. K and V would share these zeros, so
+    # XLA would copy them for each of both.
     is_layer = jnp.arange(num_layers, dtype=jnp.int32) == layer
     return jnp.where(jnp.expand_dims(is_layer, (1, 2, 3, 4)), bar[None], 0)
 
@@ -267,7 +267,7 @@ def _prefill_gradients(
     B, T, H, D = q.shape
     P, K, C = pools.num_blocks, pools.num_kv_heads, pools.block_size
     dtype = wider_dtype(q.dtype, jnp.float32)
-    # rows that see no token are excluded, because their results are constants
+    # Exclude rows that see no token, because their results are constants.
     is_row = lse != -jnp.inf
     shift = jnp.sum(out.astype(dtype) * out_bar.astype(dtype), axis=-1) - lse_bar
     shift_BTH = jnp.where(is_row, shift, 0)
@@ -292,8 +292,8 @@ def _prefill_gradients(
     dot = functools.partial(jnp.einsum, precision=precision)
     chunks, queries = _tile_sizes(B, T)
     tiles_a_chunk = -(-T // queries)
-    # Sort the chunks, so that chunks of similar lengths share a tile. Pad `order` with index B, for
-    # which `_read_rows` reads zeros, so that padding is an empty chunk.
+    # Sort the chunks, so that chunks of similar lengths share a tile. Pad `order` with index B,
+    # which is out of range. `_read_rows` reads a length of 0 for it, that is, an empty chunk.
     order = jnp.pad(jnp.argsort(context_lens), (0, -B % chunks), constant_values=B)
 
     def fold_queries(index: jax.Array, bars: Gradients) -> Gradients:
@@ -321,16 +321,16 @@ def _tile_sizes(batch: int, num_queries: int) -> tuple[int, int]:
 
 
 class _QueryTile(NamedTuple):
-    """Tile of queries of B chunks. A row is a pair of a token and a query head of the group.
+    """T queries of each of B chunks. All arrays of floats are float32 or wider.
 
-    There are R = T * G rows for each chunk and KV head.
+    Each chunk and KV head has R = T * G rows: one for each token and query head of the group.
     """
 
-    q: jax.Array  # [B, K, R, D]; float32 or wider, as are out_bar, lse and shift
-    out_bar: jax.Array  # [B, K, R, U]
-    lse: jax.Array  # [B, K, R]
-    shift: jax.Array  # [B, K, R]
-    positions: jax.Array  # i32 [B, T]; they ascend, and padding has position -1
+    q: jax.Array  # the queries, [B, K, R, D]
+    out_bar: jax.Array  # the gradient of the output, [B, K, R, U]
+    lse: jax.Array  # the log-sum-exp, [B, K, R]
+    shift: jax.Array  # `shift` in the docstring of this module, [B, K, R]
+    positions: jax.Array  # the positions of the tokens, ascending, then -1 for padding, i32 [B, T]
 
 
 def _read_rows(
@@ -464,7 +464,7 @@ def _gather(
     pools: Pools | Pages,
     layer: int | jax.Array,
     blocks_BM: jax.Array,
-    # its shapes and dtype determine the dimensions of keys and values and the result's dtype
+    # The result has the dtype and the sizes D and U of `rows`.
     rows: _QueryTile,
 ) -> tuple[jax.Array, jax.Array]:
     """Gather blocks of keys ``[B, K, M * C, D]`` and of values ``[B, K, M * C, U]``.
@@ -491,9 +491,9 @@ def _gather(
 
 
 def _add_blocks(bar: jax.Array, blocks_BM: jax.Array, tokens_BKND: jax.Array) -> jax.Array:
-    """Add tokens to their blocks in the gradient `bar`, ``[P, K, C, D]``.
+    """Add the gradients of tokens to `bar`, ``[P, K, C, D]``, the gradient of a layer of a pool.
 
-    Tokens with block id P are dropped.
+    Gradients of blocks with id P are dropped.
     """
     _, K, C, D = bar.shape
     blocks = tokens_BKND.reshape(len(blocks_BM), K, -1, C, D)

@@ -40,8 +40,8 @@ _WAVES = 3
 # program instance that runs alone on its SM.
 _MERGE_STEPS = 6
 
-# The memory bandwidth is saturated if one in `_SATURATING` of the program instances that the GPU
-# can run at a time is running.
+# To saturate the memory bandwidth, it is enough to run ``1 / _SATURATING`` of the program instances
+# that fit the GPU at a time.
 _SATURATING = 6
 
 # A batch is always split if one of its sequences can need more loop steps than this number. Without
@@ -123,9 +123,9 @@ class KVPart(NamedTuple):
 def choose_num_parts(batch: int, kv_heads: int, max_steps: int, resident: int) -> int:
     """Choose the number of parts of a batch; 0 if its sequences should not be split.
 
-    The kernel is memory-bound, so when a program instance ends, the others read faster. All parts
-    of a small batch run at the same time. A large batch has several parts for each program instance
-    that runs at a time.
+    A small batch is split into as many parts as the GPU can run at the same time. A large batch is
+    split into `_WAVES` times as many. The parts need not take equally long: the kernel is
+    memory-bound, so when a program instance ends, the others read faster.
 
     Splitting is worthwhile if it saves more time than merging the partial results costs, or if one
     sequence can be so long that it still runs when all others have ended. Splitting does not help
@@ -175,8 +175,8 @@ def find_part(split: KVSplit, lengths: jax.Array, program: jax.Array) -> KVPart:
     is_before = ends <= program
     sequence = jnp.sum(is_before, dtype=jnp.int32)
     start = jnp.max(jnp.where(is_before, ends, 0))
-    # If the program instance has no part, `sequence` is B (the batch size). No entry of `lengths`
-    # at index B is above 0, so the length is then 0.
+    # If the program instance has no part, `sequence` is B (the batch size). The length is then 0,
+    # because `lengths` has a zero or no element at index B.
     rows = jnp.arange(lengths.size, dtype=jnp.int32)
     length = jnp.sum(jnp.where(rows == sequence, lengths, 0), dtype=jnp.int32)
     count = _count_parts(_count_steps(split, length), max_steps)
@@ -193,7 +193,7 @@ def take_part(
 ) -> KVPart:
     """Return part `index` of a sequence that is split into `count` parts.
 
-    The parts of a sequence differ by at most one loop step.
+    All parts of a sequence have the same number of loop steps, or some have one step more.
     """
     length, first = _visible(split, length)
     num_steps = _count_steps(split, length)
@@ -203,7 +203,10 @@ def take_part(
 
 
 def _divide(split: KVSplit, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the maximum number of steps in a part, and the cumulative sums of part counts."""
+    """Return the maximum number of steps in a part, and the cumulative number of parts.
+
+    The latter is i32 ``[R]``: the number of parts of all sequences up to and including each one.
+    """
     is_sequence = jnp.arange(lengths.size, dtype=jnp.int32) < split.batch
     steps = jnp.where(is_sequence, _count_steps(split, lengths), 0)
     total = jnp.sum(steps, dtype=jnp.int32)
@@ -214,7 +217,10 @@ def _divide(split: KVSplit, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _count_parts(steps: jax.Array, max_steps: jax.Array) -> jax.Array:
-    """Return the number of parts of a sequence; 1 if it is empty, because it has a result too."""
+    """Return the number of parts of a sequence.
+
+    An empty sequence has one part, because a program instance must store its result.
+    """
     return jnp.maximum(lax.div(steps + max_steps - 1, jnp.full_like(steps, max_steps)), 1)
 
 
@@ -224,7 +230,7 @@ def _count_steps(split: KVSplit, length: jax.Array) -> jax.Array:
 
 
 def _visible(split: KVSplit, length: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the clipped length of a sequence, and the first position that is read."""
+    """Return the length of a sequence, clipped to the block table, and the first token to read."""
     # Clip the length to the block table, because on a GPU an address past the end of an array
     # raises no error.
     length = jnp.clip(length, 0, split.capacity)
@@ -235,14 +241,13 @@ def _visible(split: KVSplit, length: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def zero_counters(args: AttentionArgs, num_slices: int) -> jax.Array:
-    """Return zeros, i32 ``[B, num_slices]``, as counters for each sequence and head slice.
+    """Return counters of 0 for each sequence and slice of query heads, i32 ``[B, num_slices]``.
 
-    XLA would turn `jnp.zeros` into a constant, and copy it for each layer in a separate launch.
-    These zeros depend on the layer index instead, so that XLA computes the counters of all layers
-    in one kernel. They are results of the comparison of lengths with ``-1 - layer``, which is never
-    true. XLA merges such computations only if they read the same array and the array has more than
-    one element. In a batch of one sequence, the lengths have one element, so the block tables are
-    compared too.
+    XLA would turn `jnp.zeros` into a constant, and copy it for each layer in a separate launch. The
+    zeros are therefore computed from the layer index: they say whether lengths equal
+    ``-1 - layer``, which is never true. XLA computes such zeros for all layers in one kernel, if
+    the computations read the same array and this array has more than one element. In a batch of one
+    sequence, the lengths have one element, so the block tables are compared too.
     """
     number = -1 - jnp.asarray(args.layer, jnp.int32)
     is_one = (args.context_lens == number) & (args.block_tables[:, 0] == number)
@@ -250,10 +255,10 @@ def zero_counters(args: AttentionArgs, num_slices: int) -> jax.Array:
 
 
 def divide(x: jax.Array, divisor: int) -> jax.Array:
-    """Return ``x // divisor`` of non-negative i32 numbers; `//` would also handle signs.
+    """Return ``x // divisor`` of non-negative i32 numbers.
 
-    The divisor is converted to i32, because a Python integer would be 64 bits wide under
-    jax_enable_x64.
+    `//` would take more instructions, because it handles signs. The divisor is converted to i32,
+    because a Python integer would be 64 bits wide under jax_enable_x64.
     """
     if divisor & (divisor - 1):
         return lax.div(x, jnp.full_like(x, divisor))

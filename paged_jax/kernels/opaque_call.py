@@ -111,7 +111,7 @@ def _bind_tree(program: ClosedJaxpr, shapes: Any, args: Any, platform: str | Non
 def _bind(program: ClosedJaxpr, operands: Sequence[Any], platform: str | None) -> list[Any]:
     jaxpr, consts = program.jaxpr, program.consts
     if consts:
-        # Make the constants operands too, because they may be traced arrays of an outer function.
+        # Pass the constants as operands, because they may be traced arrays of an outer function.
         jaxpr = jaxpr.replace(
             constvars=[],
             invars=[*jaxpr.constvars, *jaxpr.invars],
@@ -128,8 +128,8 @@ def _run(*operands: Any, program: ClosedJaxpr, platform: str | None) -> list[Any
 
 def _abstract(*operands: Any, program: ClosedJaxpr, platform: str | None) -> Any:
     del operands, platform
-    # Remove a mesh without axes from the types of the results. Such a mesh only tells a kernel the
-    # device.
+    # Remove a mesh without axes from the types of the results. Such a mesh only names the device
+    # that a kernel is compiled for.
     plain = [
         ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) if x.sharding.mesh.empty else x
         for x in program.out_avals

@@ -56,7 +56,7 @@ class Pages(NamedTuple):
 
     @property
     def shares_values(self) -> bool:
-        """Whether value vectors are not stored, because each is the beginning of its key vector."""
+        """Whether values are stored only as the beginnings of keys (latent attention)."""
         return self.kv.shape[2] == 1
 
     @property
@@ -66,7 +66,7 @@ class Pages(NamedTuple):
 
     @property
     def block_size(self) -> int:
-        """Tokens in a page (C)."""
+        """Number of tokens in a page (C)."""
         return self.kv.shape[1]
 
     def map(self, function: Callable[[Any], Any]) -> "Pages":

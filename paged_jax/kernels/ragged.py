@@ -248,7 +248,7 @@ def _scale_queries(args: RaggedArgs, factors: dict[str, jax.Array]) -> RaggedArg
 
 
 def _multiply(x: jax.Array, name: str, factor: jax.Array) -> jax.Array:
-    """Multiply `x` by scale `name`, which is a JAX array, and keep the dtype of `x`."""
+    """Multiply `x` by a scale, and keep its dtype. `name` is the name of the scale in errors."""
     dtype = wider_dtype(x.dtype, jnp.float32)
     factor = as_scalar(_FUNCTION, name, factor, dtype)
     return (x.astype(dtype) * factor).astype(x.dtype)

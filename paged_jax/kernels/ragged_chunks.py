@@ -43,14 +43,14 @@ def attend_in_parts(
     """Attend with single queries by `decode`, and with longer chunks by `attend_to_chunks`.
 
     Args:
-      decode: function that attends with one query per sequence; returns ``[B, H, D]`` and
+      decode: function that attends with one query per sequence; returns ``[B, H, U]`` and
         ``[B, H]``.
       attend_to_chunks: function that attends with the queries of given chunks; returns
-        ``[N, H, D]`` and ``[N, H]``. Rows outside of the chunks are ignored.
+        ``[N, H, U]`` and ``[N, H]``. Rows outside of the chunks are ignored.
       args: the batch.
 
     Returns:
-      ``(out, lse)``: output ``[N, H, D]`` and log-sum-exp ``[N, H]``; 0 and -inf in rows that are
+      ``(out, lse)``: output ``[N, H, U]`` and log-sum-exp ``[N, H]``; 0 and -inf in rows that are
       not queries.
     """
     chunks = find_chunks(args)

@@ -113,7 +113,7 @@ def _gather(
     is_block = ((tables >= 0) & (tables < P))[:, :, None, None, None]
     rows = jnp.clip(tables, 0, P - 1)
     if isinstance(pools, Pages):
-        pages = pools.kv[rows].astype(dtype)  # [B, M, C, 2 * K, D]
+        pages = pools.kv[rows].astype(dtype)  # shape [B, M, C, 2 * K, D]
         starts = (0, 0) if pools.shares_values else (0, 1)
         parts = [pages[:, :, :, part::2] for part in starts]
     else:
@@ -123,6 +123,6 @@ def _gather(
             values = pool[layer][rows].astype(dtype)
             if scale is not None:
                 values *= scale[layer][rows].astype(dtype)[..., None]
-            parts.append(jnp.swapaxes(values, 2, 3))  # [B, M, C, K, D]
+            parts.append(jnp.swapaxes(values, 2, 3))  # shape [B, M, C, K, D]
     k, v = (jnp.where(is_block, part, jnp.nan) for part in parts)
     return k.reshape(len(tables), -1, *k.shape[3:]), v.reshape(len(tables), -1, *v.shape[3:])

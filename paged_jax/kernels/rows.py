@@ -11,9 +11,9 @@ from paged_jax.kernels.backend import StateRows
 from paged_jax.kernels.dispatch import cpu_backend
 from paged_jax.kernels.opaque_call import without_index_checks
 
-# Maps narrow dtypes to unsigned integer dtypes of the same width, which are used instead on CPUs.
-# To gather or scatter rows of the narrow dtypes, XLA's CPU backend would copy the whole array to a
-# wider dtype.
+# Maps dtypes to unsigned integer dtypes of the same width. On CPUs, rows of these dtypes are
+# gathered and scattered as integers. XLA's CPU backend would otherwise copy the whole array to a
+# wider float dtype.
 BITS = {
     jnp.dtype(jnp.bfloat16): jnp.uint16,
     jnp.dtype(jnp.float8_e4m3fn): jnp.uint8,
@@ -45,8 +45,8 @@ def set_rows(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
     """
     if rows.dtype not in BITS:
         return _set_rows_as_is(rows, index, new)
-    # Only CPUs need the casts. Other platforms scatter these dtypes in place, and there the casts
-    # would add copies.
+    # Other platforms scatter the dtypes of `BITS` in place. Casting them to integers and back would
+    # add copies there.
     return lax.platform_dependent(rows, index, new, cpu=_set_rows_on_cpu, default=_set_rows_as_is)
 
 
@@ -122,8 +122,9 @@ _SLICES = 8
 def _take_vectors(pool: jax.Array, layer: jax.Array, entries: jax.Array) -> jax.Array:
     """Return vectors ``[B, N]`` of a layer of a pool ``[L, P, N]``, for TPUs.
 
-    A gather would copy half of a layer before, and the pool as a matrix of ``L * P`` rows would be
-    a copy of the pool, unless P is a multiple of the rows of a tile.
+    Each vector is read by a separate slice. With a gather from the pool, XLA would first copy half
+    of a layer. Reshaping the pool to ``L * P`` rows would copy the pool, unless P is a multiple of
+    the number of rows of a TPU tile.
     """
     B = entries.shape[0]
     index = jnp.pad(entries, (0, -B % _SLICES)).reshape(-1, _SLICES)
@@ -157,7 +158,8 @@ def _set_entries(
 ) -> jax.Array:
     """Return a pool with new states of a layer. Entries past the end are dropped."""
     L, P = pool.shape[:2]
-    # Index P of a layer would be entry 0 of the next layer.
+    # Move entries past the end of a layer to the end of the pool. Otherwise, entry P of a layer
+    # would be entry 0 of the next layer.
     index = jnp.where(entries < P, layer * P, (L - 1) * P) + entries
     return set_rows(pool, index, new)
 
@@ -165,7 +167,7 @@ def _set_entries(
 def take_states(rows: StateRows, shape: tuple[int, ...] | None = None) -> jax.Array:
     """Return the recurrent states of a batch, ``[B, ...]``, from their pool.
 
-    They are zeros for rows with a source out of range.
+    Rows with a source out of range get a state of zeros.
 
     Args:
       rows: the rows, and their pool.
@@ -184,8 +186,8 @@ def take_states(rows: StateRows, shape: tuple[int, ...] | None = None) -> jax.Ar
 def set_states(rows: StateRows, states: jax.Array) -> jax.Array:
     """Return the pool with the new recurrent states of a batch, ``[B, ...]``.
 
-    New states of rows with an entry out of range are dropped.
-    States that are smaller than in the pool are padded with zeros.
+    The new states of rows with an entry out of range are dropped. States that are smaller than in
+    the pool are padded with zeros.
     """
     P, *padded = rows.pool.shape[1:]
     if states.shape[1:] != tuple(padded):
@@ -202,7 +204,7 @@ def set_states(rows: StateRows, states: jax.Array) -> jax.Array:
 def _by_platform(
     general: Callable[..., jax.Array], of_vectors: Callable[..., jax.Array], pool: jax.Array
 ) -> Callable[..., jax.Array]:
-    """Return a function that calls `of_vectors` on TPUs, if the states are vectors."""
+    """Return a function that calls `general`, or `of_vectors` if states are vectors on a TPU."""
     if pool.ndim != 3:
         return general
 

@@ -58,7 +58,7 @@ CODES: Mapping[str, np.ndarray] = {
 BYTE_CODES = ("int8", "float8_e4m3fn")
 FLOAT_CODES = ("float32", "bfloat16", "float16")
 
-# Multiplied by the factor of their code, all numbers of the code are integers in the range of int8.
+# Maps codes to factors. The numbers of a code times its factor are integers in the range of int8.
 _INTEGER_FACTORS = {"int4": 1, "uint4": 1, "e2m1": 2, "int8": 1}
 
 

@@ -132,10 +132,9 @@ def _quantised_kernel(w: Weight) -> Kernel:
 
 
 def _int8_kernel(w: Weight) -> Kernel:
-    """Return the kernel that multiplies by a quantised weight and rounds inputs to int8.
+    """Return the kernel that rounds inputs to int8 and multiplies them by a quantised weight.
 
-    For codes that it cannot multiply by int8 inputs, the kernel is the result of
-    `_quantised_kernel`.
+    If the code of the weight is not in `_INT8_CODES`, return the result of `_quantised_kernel`.
     """
     kernel = _quantised_kernel(w)
     return kernel._replace(dtype=_INT8) if w.format.code in _INT8_CODES else kernel
@@ -165,10 +164,14 @@ def _find_matmul(
     plain: PlainFunction,
     find_kernel: Callable[[Weight], Kernel],
 ) -> tuple["_Matmul", jax.Array, Arrays]:
-    """Return the matmul by a weight, its inputs in float32, and the operands after the inputs.
+    """Choose the kernel for a matmul, and prepare its operands.
 
-    The operands are those of `source/linear.cc` or `source/quantised_linear.cc`. `stacked` has the
-    arrays of all layers, and `sizes`, i32 ``[X]``, the number of rows of each group.
+    `stacked` has the arrays of the weights of all layers. `sizes`, i32 ``[X]``, is the number of
+    rows of each group.
+
+    Returns:
+      The matmul; the inputs `x` in float32, rounded for the kernel; and the other operands of the
+      kernel (`source/linear.cc` or `source/quantised_linear.cc`).
     """
     layer = jnp.asarray(w.stack.layer if w.stack else 0, jnp.int32)
     if w.scales is None:
@@ -208,7 +211,7 @@ def _quantised_refusal(w: Weight) -> str | None:
 
 
 def _round_inputs(x: jax.Array, w: Weight, kernel: Kernel) -> jax.Array:
-    """Round inputs to the dtype of the model, as float32, unless the kernel rounds them."""
+    """Return inputs as float32. Round them to the dtype of the model, unless the kernel does so."""
     if w.dtype == jnp.float32 or kernel.dtype != jnp.float32:
         return x.astype(jnp.float32)
     # Round with `reduce_precision`, because XLA may remove a cast to a smaller dtype and back.
@@ -245,7 +248,7 @@ def _round_to_int8(x: jax.Array, w: Weight) -> tuple[jax.Array, Weight]:
 
 
 def _copies_weights(dtype: DTypeLike, *, has_experts: bool) -> bool:
-    """Return whether programs for this machine convert all weights of a dtype to float32."""
+    """Implement `paged_jax.kernels.linear.copies_weights` for this machine."""
     dtype = jnp.dtype(dtype)
     copied = (jnp.float16, jnp.int8, jnp.bfloat16) if has_experts else (jnp.float16, jnp.int8)
     kernel = Kernel("linear", dtype)
@@ -430,10 +433,10 @@ class Cpu:
 
 @dataclass(frozen=True)
 class CpuInt8:
-    """The backend ``"cpu_int8"``: matmuls round inputs to int8 if weights have `_INT8_CODES`.
+    """The backend ``"cpu_int8"``, whose matmuls round inputs to int8.
 
-    Its other ops are the same as in ``"cpu"``. It has no attention, so attention uses the best
-    backend.
+    Only matmuls by weights with a code in `_INT8_CODES` do so. Other ops are the same as in
+    ``"cpu"``. Attention is not implemented, and runs on the best backend instead.
     """
 
     platform: ClassVar[str | None] = "cpu"

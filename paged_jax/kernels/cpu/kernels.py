@@ -90,7 +90,8 @@ def _test_quantised_linear(target: str, kernel: Kernel) -> Results:
     K, groups = (96, 3) if is_packed else (77, 7)
     x = rng.integers(-8, 8, (7, K)).astype(np.float32) / 8
     if kernel.dtype == jnp.int8:
-        # With this maximum, each segment has scale 1 / 8 and is rounded to int8 exactly.
+        # Set the largest input of each segment to 127 / 8. Its scale is then 1 / 8, so that
+        # rounding to int8 is exact.
         x[:, :: K // groups] = 127 / 8
     values = rng.integers(0 if is_packed else -8, 16, (2, 3, 37, K))
     values[..., 0] = 15 if is_packed else -128

@@ -116,8 +116,8 @@ def is_any_missing() -> bool:
 def load_target(target: str) -> bool:
     """Load the kernel with an FFI target; return whether this machine has it.
 
-    If not, the target comes from a process with other sources, compiler options, processor or
-    jaxlib.
+    A machine does not have it if the target was named in a process with other sources, another
+    compiler command, processor or jaxlib, because the name contains a digest of all of these.
     """
     asked = (kernel for kernel in _kernels() if target.startswith(_prefix(kernel)))
     return any(load(kernel).target == target for kernel in asked)
@@ -149,8 +149,12 @@ def _prefix(kernel: Kernel) -> str:
 
 
 _LOCK = threading.Lock()
-_REGISTERED: set[str] = set()  # Targets that are registered with XLA. They cannot be unregistered.
-_MISSING: set[Kernel] = set()  # Kernels that programs would call, but that could not be loaded.
+
+# Targets that are registered with XLA. They cannot be unregistered.
+_REGISTERED: set[str] = set()
+
+# Kernels that programs would call, but that could not be loaded.
+_MISSING: set[Kernel] = set()
 
 
 @functools.cache
@@ -340,7 +344,7 @@ def _register(kernel: Kernel, target: str, path: Path) -> None:
         raise _Unavailable(f"a library could not be loaded: {text}") from error
     try:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
-    except Exception as error:  # for example because XLA has another FFI version
+    except Exception as error:  # for example, XLA has another version of the FFI than the kernel
         text = str(error).replace(target, "the kernel")
         raise _Unavailable(f"XLA does not accept a kernel: {text}") from error
     _REGISTERED.add(target)

@@ -139,8 +139,8 @@ def _prefill(
 ) -> tuple[jax.Array, jax.Array]:
     """Call the kernel.
 
-    If the block tables do not fit scalar memory, it is called several times, for a part of the
-    sequences each.
+    If the block tables do not fit scalar memory, the kernel is called once for each of several
+    parts of the batch.
     """
     B, M = args.block_tables.shape
     # scalar memory also holds two lengths of each sequence, hence the 2

@@ -84,7 +84,7 @@ def ragged_refusal(problem: Problem) -> str | None:
 
 @functools.partial(jax.jit, static_argnames="options")
 def attend_ragged(args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
-    """Run a ragged batch in JAX's kernel. The log-sum-exp is NaN, because it returns none."""
+    """Run a ragged batch in JAX's kernel. It has no log-sum-exp, so the result has NaN instead."""
     chunks = find_chunks(args)
     # Work around two defects of JAX's kernel: leave out all sequences after the last sequence with
     # queries, and give each sequence at least one token.
@@ -127,7 +127,7 @@ def _call_jax(args: RaggedArgs, options: RaggedOptions) -> jax.Array:
 
 
 def _on_some_tpu(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Return `function`, which runs under a mesh that names a TPU if there is no TPU.
+    """Let `function` run under a mesh that names a TPU, if this process has no TPU.
 
     Pallas needs the TPU generation when it lowers the kernel. "TPU v5 lite" is the oldest supported
     generation, and the kernel uses no feature that this generation lacks.
@@ -160,7 +160,7 @@ def grouped_linear(
     R, (_, N, K) = x.shape[0], w.shape
     tiling = choose_grouped_tiling(R, K, N, w.dtype)
     padding = -R % tiling[0]
-    # With "highest", float32 is multiplied exactly, instead of as several bfloat16 numbers.
+    # Use the highest precision for float32. By default, TPUs round float32 operands to bfloat16.
     with jax.default_matmul_precision("highest" if w.dtype == jnp.float32 else "default"):
         multiply = functools.partial(
             _gmm,

@@ -34,7 +34,8 @@ _TILE_BYTES = 1 << 20
 _MAX_KEYS = 512
 # Maximum number of rows (R) in a tile of queries. The matmuls take R operations for each byte of a
 # bfloat16 pool. In the time that it takes to read a byte, a TPU v6e can do 560 operations, and a
-# TPU v5e 240.
+# TPU v5e 240. With about this number of rows, the matmuls limit the speed, and more rows would not
+# help.
 _MAX_ROWS = 512
 # Maximum bytes of the float32 outputs of a tile of queries. VMEM also holds keys and values, the
 # queries and outputs of two grid steps, and the state of the softmax.
@@ -50,8 +51,8 @@ _LEAST_PEAK = float(np.finfo(np.float32).min)
 def dtype_refusal(problem: Problem, pools: str, *pool_dtypes: str) -> str | None:
     """Return why a kernel does not support the dtypes of a call, or None if it does.
 
-    Queries and pools must be bfloat16 or float32. `pool_dtypes` are further dtypes for the pools.
-    `pools` is the word for the pools in the result, such as "pages".
+    Queries and pools must be bfloat16 or float32. Pools may also have one of `pool_dtypes`. The
+    result calls the pools by the word `pools`, such as "pages".
     """
     dtypes = ("queries", problem.q_dtype, ()), (pools, problem.pool_dtype, pool_dtypes)
     for name, dtype, more in dtypes:
@@ -117,45 +118,77 @@ def choose_tiling(T: int, G: int, M: int, k_pool: Any) -> AttentionTiling:
 class PoolRefs(NamedTuple):
     """Refs of keys, values and scales: of the pools in HBM, or of buffers in VMEM.
 
-    Scales are None if the pools are not quantised. Refs of values are None if each value
-    vector is the beginning of its key vector.
+    Attributes:
+      k: keys: the pool ``[L, P, K, C, lanes]``, or a buffer ``[2, K, N, lanes]``.
+      v: values, like `k`; None if each value vector is the beginning of its key vector.
+      k_scale: scales of the keys, f32: of all sequences ``[B, K, M * C]``, or a buffer
+        ``[2, K, N]``; None if the pools are not quantised.
+      v_scale: scales of the values, like `k_scale`; None if there are no scales or no values.
     """
 
-    k: Any  # pool [L, P, K, C, lanes], or buffer [2, K, N, lanes]
+    k: Any
     v: Any
-    k_scale: Any = None  # f32 scales of all sequences [B, K, M * C], or buffer [2, K, N]
+    k_scale: Any = None
     v_scale: Any = None
 
 
 class SoftmaxRefs(NamedTuple):
-    """State of the online softmax in VMEM, over the tokens seen so far."""
+    """State of the online softmax in VMEM, over the tokens seen so far.
 
-    peak: Any  # f32 [K, R, 1], the largest score
-    total: Any  # f32 [K, R, 1], the sum of exp(score - peak)
-    out: Any  # f32 [K, R, U], the sum of exp(score - peak) * value
+    Attributes:
+      peak: f32 ``[K, R, 1]``, the largest score.
+      total: f32 ``[K, R, 1]``, sum of ``exp(score - peak)``.
+      out: f32 ``[K, R, U]``, sum of ``exp(score - peak) * value``.
+    """
+
+    peak: Any
+    total: Any
+    out: Any
 
 
 class _Scalars(NamedTuple):
-    """Refs of the kernel's arguments in scalar memory."""
+    """Refs of the kernel's arguments in scalar memory.
 
-    layer: Any  # i32 [1]
-    block_tables: Any  # i32 [B * M]
-    context_lens: Any  # i32 [B]
-    query_lens: Any  # i32 [B]
+    Attributes:
+      layer: i32 ``[1]``, index of the layer to read.
+      block_tables: i32 ``[B * M]``, the block tables of all sequences.
+      context_lens: i32 ``[B]``, number of tokens in each sequence.
+      query_lens: i32 ``[B]``, number of tokens in each chunk.
+    """
+
+    layer: Any
+    block_tables: Any
+    context_lens: Any
+    query_lens: Any
 
 
 class _Span(NamedTuple):
-    """The queries of a grid step, and the range of tokens ``begin..end - 1`` that they see."""
+    """The queries of a grid step, and the tokens that they see.
 
-    b: Any  # row of the sequence
-    start: Any  # position of the first query
+    Attributes:
+      b: row of the sequence in the batch.
+      start: position of the first query.
+      num_queries: number of queries.
+      begin: position of the first token that a query sees.
+      end: position after the last token that a query sees.
+    """
+
+    b: Any
+    start: Any
     num_queries: Any
     begin: Any
     end: Any
 
 
 class _KeyTile(NamedTuple):
-    """Key tile `index` of sequence `b`, with the range of its visible blocks."""
+    """A tile of keys.
+
+    Attributes:
+      b: row of the sequence in the batch.
+      index: index of the tile in its sequence.
+      begin: index of the first block of the tile that a query sees, in the block table.
+      end: end of these blocks (exclusive).
+    """
 
     b: Any
     index: Any
@@ -168,14 +201,14 @@ def attention_kernel(
     block_tables_ref,
     context_lens_ref,
     query_lens_ref,
-    q_ref,  # [K, R, D]
-    sinks_ref,  # None or f32 [K, R, 1]
+    q_ref,
+    sinks_ref,
     sources: PoolRefs,
-    out_ref,  # [K, R, U]
-    lse_ref,  # f32 [K, R]
+    out_ref,
+    lse_ref,
     buffers: PoolRefs,
-    semaphores,  # [2, 4], one semaphore for each slot of each of the four buffers
-    slot_ref,  # i32 [1], the slot of the first tile; each grid step sets it for the next one
+    semaphores,
+    slot_ref,
     softmax: SoftmaxRefs,
     *,
     tiling: AttentionTiling,
@@ -184,6 +217,23 @@ def attention_kernel(
     """Attend with the queries of a grid step.
 
     Also start to copy the first tile of keys of the next grid step.
+
+    Args:
+      layer_ref: see `_Scalars`.
+      block_tables_ref: see `_Scalars`.
+      context_lens_ref: see `_Scalars`.
+      query_lens_ref: see `_Scalars`.
+      q_ref: ``[K, R, D]``, the queries.
+      sinks_ref: f32 ``[K, R, 1]``, the sink of each row; None for no sinks.
+      sources: the pools in HBM.
+      out_ref: ``[K, R, U]``, set to the output.
+      lse_ref: f32 ``[K, R]``, set to the log-sum-exp.
+      buffers: buffers in VMEM with two slots, one tile of keys each.
+      semaphores: ``[2, 4]``, one semaphore for each slot of each of the four buffers.
+      slot_ref: i32 ``[1]``, slot of the first tile. Each grid step sets it for the next grid step.
+      softmax: state of the softmax.
+      tiling: static sizes.
+      options: options of the call.
     """
     scalars = _Scalars(layer_ref, block_tables_ref, context_lens_ref, query_lens_ref)
     grid_step, last_grid_step = pl.program_id(0), pl.num_programs(0) - 1

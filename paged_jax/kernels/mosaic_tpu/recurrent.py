@@ -171,10 +171,11 @@ def _padded(step: DeltaStep | StateSpaceStep) -> DeltaStep | StateSpaceStep:
 def _block_specs(
     arrays: list[jax.Array], out: jax.ShapeDtypeStruct, per_block: int, state_shape: list[int]
 ) -> tuple[tuple[pl.BlockSpec, ...], tuple[pl.BlockSpec, ...]]:
-    """Return the block specs of the inputs (arrays, pool) and of the results (output, pool).
+    """Return the block specs of the inputs, and the block specs of the results.
 
-    The arrays and the output are ``[B, blocks, heads, ...]``. If a block has only some of the heads
-    of a key head, several blocks read the same key head.
+    The inputs are the arrays and the pool, and the results are the output and the pool. The arrays
+    and the output are ``[B, blocks, heads, ...]``. If a block has only some of the heads of a key
+    head, several blocks read the same key head.
     """
 
     def spec(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
@@ -193,23 +194,23 @@ def _block_specs(
 
 
 def _order_rows(rows: StateRows) -> tuple[jax.Array, ...]:
-    """Order the rows of a batch so that rows with the same source are neighbours.
+    """Order the rows of a batch so that rows that read the same entry are neighbours.
 
-    If such a row also writes the source, it is the last of them. Rows without a source are the last
-    rows.
+    If one of these rows also writes the entry, it is the last of them. Rows that read no entry come
+    after all other rows.
 
     Returns:
       Four arrays, i32 ``[B]``, for the rows in the new order: the index of the row; the entry to
       copy to VMEM; 1 if this entry is the state of the row, 0 if the state is zeros; and the entry
-      to write, which is P to write nothing. Rows without a source repeat the entry of the row
-      before, which costs no copy.
+      to write, or P to write nothing. Rows that read no entry repeat the entry of the row before
+      them, which costs no copy.
     """
     B, P = rows.num_rows, rows.pool.shape[1]
     index = jnp.arange(B, dtype=jnp.int32)
     is_entry = (rows.sources >= 0) & (rows.sources < P)
     is_same_BB = (rows.sources[:, None] == rows.sources[None]) & is_entry[None]
     first = jnp.min(jnp.where(is_same_BB, index[None], B), axis=1)
-    # `first` is the first row with the same source. For a row without a source, it is B.
+    # `first` is the first row that reads the same entry. It is B for rows that read no entry.
     key = 2 * first + (rows.entries == rows.sources)
     is_before_BB = (key[None] < key[:, None]) | (
         (key[None] == key[:, None]) & (index[None] < index[:, None])

@@ -7,10 +7,10 @@ sequence. It has the query heads of a KV head, and reads K and V once for all of
                                 |                 |                     |
     program instances       (head, 0)         (head, 1)             (head, 2)    G query heads
                                 |                 |                     |
-                         partial out, lse  partial out, lse             |        float32, [N, H, D]
+                         partial out, lse  partial out, lse             |        float32, [N, H, U]
                                 \________________/                      |
     merged by the last             |                            |
-    program instance of a       out, lse                     out, lse            [B, H, D]
+    program instance of a       out, lse                     out, lse            [B, H, U]
 
 A group with many query heads is cut into slices that fit the registers of a program instance. For
 example, the group of a shared prefix has the query heads of all sequences. Each slice reads K and V
@@ -260,7 +260,11 @@ def _store(
     lse: jax.Array,
     is_written: jax.Array | bool = True,
 ) -> None:
-    """Store the result of a slice at index `place` of arrays ``[:, H, U]`` and ``[:, H]``."""
+    """Store the output and the log-sum-exp of a slice of query heads.
+
+    `refs` are the ref of outputs ``[:, H, U]`` and the ref of log-sum-exps ``[:, H]``. `place` is
+    the index of their first dimension.
+    """
     out_ref, lse_ref = refs
     U = out_ref.shape[2]
     heads, is_row = group_slice.query_heads(jnp.arange(lse.size, dtype=jnp.int32))
@@ -390,15 +394,15 @@ def _load_tile(
     return tuple(array.astype(dtype) for array in arrays)
 
 
-# Number of elements of partial outputs that a merge loads at a time, 64 for each of 128 threads.
-# For example, it loads 16 parts of 4 heads of 128 lanes. For heads wider than `_WIDE` lanes, and
-# for float32, a merge loads half of this number, because the sums take more registers. If it loaded
-# more, only two program instances would fit an SM, not three.
+# Number of elements of partial outputs that a merge loads at a time: 64 for each of 128 threads,
+# for example 16 parts of 4 heads of 128 lanes. A merge loads half as many elements if heads are
+# wider than `_WIDE` lanes or if it is in float32, because the sums then take more registers. If a
+# merge loaded more elements, only two program instances would fit an SM, not three.
 _MERGE_TILE = 8192
 _WIDE = 128
 
-# Initial peak (largest score so far) of a merge. If it were -inf, ``peak - new_peak`` would be NaN
-# if no part has seen a token.
+# Initial peak (largest log-sum-exp so far) of a merge. With an initial peak of -inf,
+# ``peak - new_peak`` would be NaN if no part has seen a token.
 _LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -417,7 +421,7 @@ def is_last_part(
     count: jax.Array,
     instructions: Instructions,
 ) -> jax.Array:
-    """Increment the counter of a sequence; return whether all other parts have ended before.
+    """Increment the counter of a sequence; return whether its other parts have all ended.
 
     The program instance must have stored its partial result before the call.
 
@@ -442,8 +446,8 @@ def merge_parts(
     """Merge the partial results of the parts of a sequence.
 
     Args:
-      partial_refs: refs of the partial outputs, f32 ``[N, H, D]``, and of their log-sum-exp, f32
-        ``[N, H]``. N is the number of program instances.
+      partial_refs: refs of the partial outputs, f32 ``[N, H, U]``, and of their log-sum-exp, f32
+        ``[N, H]``. N is the number of program instances per KV head.
       heads: i32 ``[R]``, the query head of each row.
       is_row: bool ``[R]``, False for rows without a query head.
       start: i32 scalar, the first program instance of the sequence.
@@ -454,8 +458,8 @@ def merge_parts(
       The output, f32 ``[R, lanes]``, and the log-sum-exp, f32 ``[R]``.
     """
     out_ref, lse_ref = partial_refs
-    D = out_ref.shape[2]
-    lanes = jnp.arange(tiles.num_lanes(D), dtype=jnp.int32)
+    U = out_ref.shape[2]
+    lanes = jnp.arange(tiles.num_lanes(U), dtype=jnp.int32)
     R = heads.size
     is_large = lanes.size > _WIDE or dtype == jnp.float32
     num_at_once = max((_MERGE_TILE // 2 if is_large else _MERGE_TILE) // (R * lanes.size), 1)
@@ -468,7 +472,7 @@ def merge_parts(
         lse = plgpu.load(lse_ref.at[programs[:, None], heads[None]], mask=is_read, other=-jnp.inf)
         partial = plgpu.load(
             out_ref.at[programs[:, None, None], heads[None, :, None], lanes[None, None]],
-            mask=is_read[:, :, None] & (lanes < D)[None, None],
+            mask=is_read[:, :, None] & (lanes < U)[None, None],
             other=0.0,
         )
         new_peak = jnp.maximum(peak, jnp.max(lse, axis=0))

@@ -41,7 +41,8 @@ class TileFormat(NamedTuple):
     """Format of a weight, and dtype and step size of the matmul that reads it.
 
     Attributes:
-      weight: format of the weight. It has no order, because the caller reorders the inputs of `x`.
+      weight: format of the weight. Its `has_order` is ignored: the caller reorders the inputs of
+        `x`.
       num_inputs: number of inputs of the weight.
       dtype: dtype of the matmul, one of `DTYPES`.
       step: number of inputs in a loop step, a power of two of at least 32.
@@ -137,7 +138,8 @@ class WeightTile(NamedTuple):
     def load_values(self, step: jax.Array) -> tuple[jax.Array, ...]:
         """Load the values of a loop step, ``[N, columns]``.
 
-        For codes that need tables, return the table entries of both halves of each byte instead.
+        For codes with tables, return one array per table instead. It has the table entries of both
+        halves of each byte.
         """
         format = self.format
         columns = step * format.columns + jnp.arange(format.columns, dtype=jnp.int32)
@@ -179,7 +181,7 @@ class WeightTile(NamedTuple):
         index = jnp.arange(count, dtype=jnp.int32)
         inputs = step * format.step + index * width + half * PACKED_BYTES
         if size == width:
-            # Here, a division would hide from Triton that the groups are consecutive.
+            # Do not divide here, because Triton would then not see that the groups are consecutive.
             groups = step * count + index
         else:
             groups = lax.div(inputs, jnp.full_like(inputs, size))
@@ -316,9 +318,9 @@ def _look_up(numbers: list[int]) -> str:
 
 
 def _tables(code: str, dtype: Any) -> list[list[int]]:
-    """Return the tables for `_look_up`, one for each byte of a number that PTX looks up.
+    """Return the tables of a code for `_look_up`: one table per byte of a table entry.
 
-    Codes with integers need no tables.
+    The list is empty for codes that need no tables: integers and 8-bit codes.
     """
     if code == "e2m1":
         return [(_OFFSETS[code] + 2 * CODES[code]).astype(int).tolist()]

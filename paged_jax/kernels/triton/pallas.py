@@ -177,11 +177,11 @@ def _compiled_barrier() -> None:
 
 
 def run_ptx(code: str, arrays: Sequence[jax.Array], dtype: Any, pack: int = 1) -> jax.Array:
-    """Run PTX code on each `pack` consecutive elements of the arrays.
+    """Run PTX code on groups of `pack` consecutive elements of the arrays.
 
-    It returns an array of `dtype` with the shape of the arrays. Registers have 32 bits, so that
-    four 8-bit or two 16-bit elements share a register. The registers of the result come first, then
-    the registers of each array.
+    Return an array of `dtype` with the shape of the arrays. Registers have 32 bits, so that four
+    8-bit or two 16-bit elements share a register. The registers of the result come first, then the
+    registers of each array.
     """
 
     def registers(dtype: Any) -> list[str]:

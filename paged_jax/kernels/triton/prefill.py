@@ -39,9 +39,9 @@ from paged_jax.kernels.ragged_chunks import Chunks
 from paged_jax.kernels.triton import tiles, tuning
 from paged_jax.kernels.triton.pallas import Instructions, choose_instructions, pallas_call, plgpu
 
-# With at least this number of unmasked steps, there is a separate loop without masks. A loop waits
-# for its first tile, which costs about as much as masking this number of steps (computed from
-# instruction counts, not measured).
+# With at least this number of steps that need no mask, they get a separate loop without masks. Each
+# additional loop waits for its first tile, which costs about as much as masking this number of
+# steps (computed from instruction counts, not measured).
 _MIN_UNMASKED_STEPS = 4
 
 
@@ -102,7 +102,9 @@ def _prefill(
     query_rows = min(params.query_rows, pl.next_power_of_2(longest * G))
     grid = (K, pl.cdiv(longest * G, query_rows), B)
     if starts is not None:
-        # Use the maximum number of tiles. At most one tile per sequence is partly empty.
+        # The lengths of the chunks are traced, so use the maximum number of tiles: all rows fill at
+        # most ``longest * G // query_rows`` tiles, and each chunk may have one more tile, which is
+        # only partly filled.
         grid = (K, longest * G // query_rows + min(B, longest))
     layers = jnp.asarray(layer, jnp.int32).reshape(1)
     return pallas_call(
@@ -134,9 +136,9 @@ class _ChunkTile(NamedTuple):
       sequence: row of the sequence in the batch.
       query_len: number of queries in the chunk.
       start: row of the first query of the chunk in a ragged batch; None for padded chunks.
-      first_row: index of the first row of the tile among the rows of the chunk, G for each token.
-      num_written: number of tokens of the chunk with a stored output: T for padded chunks,
-        including padding; `query_len` in ragged batches.
+      first_row: first row of the tile. A chunk has G rows for each token.
+      num_written: number of tokens of the chunk whose output is stored: T for padded chunks, with
+        the padding; `query_len` in ragged batches.
     """
 
     sequence: jax.Array
@@ -164,7 +166,7 @@ def _tile_of_ragged(
 ) -> _ChunkTile:
     """Return the tile of program instance ``(k, i)`` of a ragged batch.
 
-    It may have no queries.
+    The tile has no queries if `i` is not less than the number of tiles.
     """
     B, program = query_lens_ref.shape[0], pl.program_id(1)
     index = jnp.arange(pl.next_power_of_2(B), dtype=jnp.int32)

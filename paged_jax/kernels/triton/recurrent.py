@@ -135,9 +135,10 @@ def _for_sharers(
 
 
 def _locate(layer_ref: Any, ids_ref: Any, row: jax.Array, num_entries: int) -> tuple[Any, Any]:
-    """Return the index of a row's entry among all layers' entries, and whether it exists.
+    """Return the index of the entry of a row, and whether the entry exists.
 
-    `ids_ref` has the entry of each row in its layer.
+    `ids_ref`, i32 ``[B]``, has the index of each row's entry in the layer. The result is the index
+    in the pool of all layers, ``[L * P, ...]``.
     """
     entry = ids_ref[row]
     is_entry = (entry >= 0) & (entry < num_entries)
@@ -214,7 +215,10 @@ def _state_space_kernel(
 
 
 def _split_heads(index: jax.Array, K: int, G: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the row, the key head, and the head in its group of a program instance."""
+    """Return the row of a program instance, its key head, and its head in the group of this key.
+
+    `index` counts the B * K * G heads of all rows.
+    """
     row, head = lax.div(index, jnp.int32(K * G)), lax.rem(index, jnp.int32(K * G))
     return row, lax.div(head, jnp.int32(G)), lax.rem(head, jnp.int32(G))
 

@@ -47,8 +47,8 @@ SMALLEST_DOT = 16
 # Maximum head dimension. Larger tiles do not fit the registers and the shared memory.
 _MAX_LANES = 256
 
-# Maximum number of elements of a key, and of a value, in latent attention. They may be larger than
-# `_MAX_LANES`, because the tiles of latent attention have fewer rows.
+# Maximum number of elements of a key, and of a value, in latent attention. Both numbers are larger
+# than `_MAX_LANES`, because the tiles of latent attention have fewer rows.
 _MAX_LATENT_LANES = 640, 512
 
 FLOATING = ("float32", "bfloat16", "float16")
@@ -63,8 +63,8 @@ class OnlineSoftmax(NamedTuple):
     """State of the online softmax over the tokens so far. Scores are in units of log2.
 
     Attributes:
-      peak: f32 ``[R]``, number that is subtracted from the scores of each query row: about the
-        largest score so far, lower by `_LIFT` if the matmuls are in float16.
+      peak: f32 ``[R]``, about the largest score of each query row so far, minus `_LIFT` if the
+        matmuls are in float16. It is subtracted from the scores before `exp2`.
       total: f32 ``[R]``, sum of ``exp2(score - peak)``.
       out: f32 ``[R, lanes]``, sum of ``exp2(score - peak) * value / unit``; a tuple of such arrays
         if tiles are tuples.
@@ -369,13 +369,13 @@ def start_softmax(
     return OnlineSoftmax(peak, (sinks > -jnp.inf).astype(jnp.float32), out, unit)
 
 
-# In float16, softmax weights are multiplied by 2**_LIFT, so that the largest weight is 2**12. All
-# operands then stay below 65504, the largest float16 number: the scale of a value (relative to the
-# unit) multiplies a weight by up to 2, and rounding errors of scores of up to 2**25 multiply it by
-# up to 4.
-# In `weigh_exactly`, a weight is the sum of two float16 numbers. The error of a weight is at most
-# the larger of 2**-23 of the weight and 2**-37 of the largest weight, times the largest scale so
-# far. The sum of 131,072 errors of 2**-37 is 2**-20.
+# In float16, softmax weights are multiplied by 2**_LIFT, so that the largest weight is 2**12. It is
+# then multiplied by the scale of a value, divided by the unit, which is at most 2. Rounding errors
+# of scores of up to 2**25 can increase it by another factor of up to 4. All operands therefore stay
+# below 65504, the largest float16 number.
+# In `weigh_exactly`, a weight is the sum of two float16 numbers. The error of this sum is at most
+# the largest scale so far, times the larger of two numbers: 2**-23 of the weight, and 2**-37 of the
+# largest weight. The sum of 131,072 errors of 2**-37 is 2**-20.
 _LIFT = 12.0
 
 

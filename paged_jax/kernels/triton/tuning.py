@@ -144,7 +144,7 @@ def _power_of_two_below(x: int) -> int:
 def _latent_decode_rule(shape: CallShape) -> DecodeParams:
     """Choose the parameters of the decode kernel for latent attention.
 
-    It has values of up to 512 elements, and up to 16 query heads in a slice.
+    In latent attention, values have up to 512 elements, and slices have up to 16 query heads.
     """
     step_tokens = min(max(_power_of_two_below(2 * _STEP_BYTES // token_bytes(shape)), 16), 64)
     return DecodeParams(step_tokens, num_warps=8 if _is_exact(shape) else 4, num_stages=2)
@@ -158,8 +158,8 @@ def _decode_rule(shape: CallShape) -> DecodeParams:
     max_tokens = 128 if _lanes(shape) >= 64 else 64
     step_tokens = _STEP_BYTES // token_bytes(shape)
     if is_quantised(shape.pool_dtype) and not _is_exact(shape) and shape.group <= 8:
-        # Shared memory holds elements in the dtype of the pool, which has at most half the bytes of
-        # an operand of a matmul. A step can therefore have twice the tokens. Large groups are
+        # Shared memory holds elements in the dtype of the pool. They take at most half of the bytes
+        # that `token_bytes` counts, so a step can have twice as many tokens. Large groups are
         # excluded, because they need the registers that longer steps would take.
         step_tokens *= 2
     step_tokens = min(max(step_tokens, 16), max_tokens)
@@ -264,9 +264,10 @@ def _prefill_rule(shape: CallShape, device: GpuInfo, is_ragged: bool) -> Prefill
 def _nearest(
     table: CallTable[Params], device_kind: str, op: str, shape: CallShape
 ) -> Params | None:
-    """Return the entry of a shape, or else of the nearest shape; None if there is neither.
+    """Return the entry of the table for a shape, or for the nearest shape with the same tiles.
 
-    The nearest shape has the same head dimension and dtypes, so its tiles have the same size.
+    Tiles are the same if only the group or the block size differs. Return None if the table has no
+    such entry.
     """
     entries = table.get(device_kind, {}).get(op, {})
 

@@ -117,7 +117,7 @@ def write(args: WriteArgs, interpret: Interpret = False) -> Pools:
 
 def _write_kernel(layer_ref, blocks_ref, offsets_ref, *refs, num_halves, pool_shape, pool_dtype,
                   rows, lanes):  # fmt: skip
-    # The new rows have a ref for K and a ref for V, or only a ref for K if `num_halves` is 1.
+    # `refs` begins with the refs of the new K and V, or only of the new K if `num_halves` is 1.
     new_refs, pool_refs = refs[:num_halves], refs[num_halves:]
     num_new, D = new_refs[0].shape
     pool_refs = pool_refs[len(pool_refs) // 2 :]  # the outputs
@@ -146,7 +146,7 @@ def _find_rows(
     is_new: jax.Array,
     pool_shape: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the pool's row for each new row, i32 ``[R]``, and whether the new row is written.
+    """Return the row of the pool that each new row goes to, i32 ``[R]``, and whether it is written.
 
     The refs hold arrays of `WriteArgs`. `token` and `head`, i32 ``[R]`` or scalars, are the token
     and the KV head of each new row. `is_new`, bool ``[R]``, is False for padding rows.
@@ -191,8 +191,8 @@ def _store_rows(
         plgpu.store(scale_ref.at[row], scale, mask=is_kept)
         parts = [_as_pairs(part) for part in parts]
     for i, part in enumerate(parts):
-        # If the pool is quantised, `_as_pairs` has combined each two elements into one word, so
-        # `part` has half as many columns as before.
+        # If the pool is quantised, `_as_pairs` has combined pairs of elements into words, so `part`
+        # has half as many columns as before.
         width = part.shape[1]
         num_words = part_dim * width // lanes
         word = jnp.arange(width, dtype=jnp.int32)[None]

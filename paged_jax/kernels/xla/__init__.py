@@ -132,7 +132,10 @@ def _token_rows(
     layer: jax.Array,
     is_kept: jax.Array,
 ) -> jax.Array:
-    """Return the pool row of each token and head, i32 ``[N * K]``; past the end if dropped."""
+    """Return the row of the pool for each token and KV head, i32 ``[N * K]``.
+
+    Dropped tokens get rows past the end of the pool.
+    """
     L, P, K, C, _ = shape
     heads = jnp.arange(K, dtype=jnp.int32)
     first_heads = (layer * P + jnp.where(is_kept, blocks, 0)) * K

@@ -40,9 +40,9 @@ QUERIES = 128
 # latent attention, where the query of each head is as long as a latent vector.
 _TILE_ELEMENTS = 1 << 21
 
-# Bytes of keys, and also of values, that a step of the decode loop gathers. They fit the cache of a
-# CPU core. They are so many that a step takes much longer than its fixed cost. This was measured on
-# 2 cores with 1 MB of cache each.
+# Bytes of keys, and also of values, that a step of the decode loop gathers. So many bytes fit the
+# cache of a CPU core, and take much longer to process than the fixed cost of a step (measured on 2
+# cores with 1 MB of cache each).
 _STEP_BYTES = 768 * 1024
 
 # Maximum number of sequences in a step of the decode loop.
@@ -112,13 +112,20 @@ class _DecodeBatch(NamedTuple):
     """Sequences of a decode, sorted by their number of tiles, the largest first.
 
     Empty sequences are added, so that all loop steps have the same number of sequences.
+
+    Attributes:
+      starts: i32 ``[B]``, position of the first visible token of each sequence.
+      ends: i32 ``[B]``, position after the last token of each sequence.
+      num_tiles: i32 ``[B]``, number of tiles that contain visible tokens.
+      tables: i32 ``[B, M]``, block tables.
+      q_BKGD: f32, the queries times ``options.scale``.
     """
 
-    starts: jax.Array  # i32 [B], the position of the first visible token
-    ends: jax.Array  # i32 [B]
-    num_tiles: jax.Array  # i32 [B], the number of tiles that contain visible tokens
-    tables: jax.Array  # i32 [B, M]
-    q_BKGD: jax.Array  # f32, scaled
+    starts: jax.Array
+    ends: jax.Array
+    num_tiles: jax.Array
+    tables: jax.Array
+    q_BKGD: jax.Array
 
 
 def _sort_by_length(
@@ -129,8 +136,8 @@ def _sort_by_length(
     In every loop step, the sequences with tiles left are then the first rows.
 
     Returns:
-      ``(batch, order)``: the sorted batch, and i32 ``[B]``, the index of the sequence in each row.
-      It is the number of sequences in padding rows.
+      ``(batch, order)``: the sorted batch; and the index of the sequence that is in each row of it,
+      i32. Rows of padding have the index B.
     """
     B, H, D = args.q.shape
     K = args.pools.num_kv_heads
@@ -147,10 +154,10 @@ def _sort_by_length(
 
 
 def _step_sizes(batch: int, num_kv_heads: int, head_dim: int) -> tuple[int, int]:
-    """Return the number of sequences in a step of the decode loop, and of tokens of each."""
+    """Return the number of sequences in a step of the decode loop, and of tokens per sequence."""
     num_tokens = max(_STEP_BYTES // (num_kv_heads * head_dim * 4), TILE // 2)
     most = min(batch, _MAX_SEQUENCES, num_tokens // (TILE // 2))
-    # loop steps of equal size need the least padding
+    # Divide the batch into loop steps of about equal size, which need the least padding.
     rows = _ceil_div(batch, _ceil_div(batch, most))
     return rows, min(TILE, num_tokens // rows)
 
@@ -319,7 +326,10 @@ def _gather(
 
 
 def _gather_pages(pages: Pages, blocks: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Gather pages as rows of a matrix: each row is a page with all its heads."""
+    """Gather pages as float32 keys and values; see `_gather`.
+
+    A page with all its heads is gathered as a row of a matrix.
+    """
     P, C, K2, D = pages.kv.shape
     rows = jnp.clip(blocks, 0, P - 1)
     tokens = take_rows(pages.kv.reshape(P, -1), rows).astype(jnp.float32)
@@ -334,9 +344,10 @@ def _gather_pages(pages: Pages, blocks: jax.Array) -> tuple[jax.Array, jax.Array
 def _gather_blocks(
     pools: Pools, layer: int | jax.Array, blocks: jax.Array, sizes: tuple[int, int]
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Gather blocks as rows of matrices: each row is one head of a block.
+    """Gather blocks as float32 keys and values; see `_gather`.
 
-    In this way, neither the pool nor the result is transposed, and XLA copies whole rows.
+    A head of a block is gathered as a row of a matrix. In this way, neither the pool nor the result
+    is transposed, and XLA copies whole rows.
     """
     L, P, K = pools.k.shape[:3]
     heads = jnp.arange(K, dtype=blocks.dtype).reshape((1,) * (blocks.ndim - 1) + (K, 1))
@@ -355,37 +366,52 @@ def _gather_blocks(
 
 
 class _RunningSoftmax(NamedTuple):
-    """State of the online softmax over the tokens so far. R query rows read each KV head."""
+    """State of the online softmax over the tokens so far. R query rows read each KV head.
 
-    peak: jax.Array  # f32 [..., K, R], the largest score
-    total: jax.Array  # f32 [..., K, R], the sum of exp(score - peak)
-    out: jax.Array  # f32 [..., K, R, U], the sum of exp(score - peak) * value
+    Attributes:
+      peak: f32 ``[..., K, R]``, the largest score.
+      total: f32 ``[..., K, R]``, sum of ``exp(score - peak)``.
+      out: f32 ``[..., K, R, U]``, sum of ``exp(score - peak) * value``.
+    """
+
+    peak: jax.Array
+    total: jax.Array
+    out: jax.Array
 
 
 def _start_softmax(
     rows: tuple[int, ...], value_dim: int, sinks: jax.Array | None
 ) -> _RunningSoftmax:
-    """Return the state before the first token; `rows` is the shape of all query rows."""
+    """Return the state before the first token. `rows` is its shape ``[..., K, R]``."""
     out = jnp.zeros((*rows, value_dim), jnp.float32)
     if sinks is None:
         peak = jnp.full(rows, _LOWEST, jnp.float32)
         return _RunningSoftmax(peak, jnp.zeros(rows, jnp.float32), out)
     peak = jnp.broadcast_to(jnp.maximum(sinks.astype(jnp.float32), _LOWEST), rows)
-    total = (sinks > -jnp.inf).astype(jnp.float32)  # a sink of -inf has weight 0
+    total = (sinks > -jnp.inf).astype(jnp.float32)  # a sink of -inf has a weight of 0
     return _RunningSoftmax(peak, jnp.broadcast_to(total, rows), out)
 
 
 def _fold(
     softmax: _RunningSoftmax,
-    q: jax.Array,  # f32 [..., K, R, D], scaled queries
-    k: jax.Array,  # f32 [..., K, N, D]
-    v: jax.Array,  # f32 [..., K, N, U]
-    seen: jax.Array,  # bool [..., 1, R or 1, N]: True if the query attends to the token
-    # bool [..., 1, N]: True if any query attends to the token, so its value is finite
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    seen: jax.Array,
     valid: jax.Array,
     soft_cap: float | None,
 ) -> _RunningSoftmax:
-    """Add a tile of N tokens to a softmax."""
+    """Add a tile of N tokens to a softmax.
+
+    Args:
+      softmax: state before these tokens.
+      q: f32 ``[..., K, R, D]``, the queries times ``options.scale``.
+      k: f32 ``[..., K, N, D]``, keys.
+      v: f32 ``[..., K, N, U]``, values.
+      seen: bool ``[..., 1, R, N]`` or ``[..., 1, 1, N]``, whether each query sees each token.
+      valid: bool ``[..., 1, N]``, whether any query sees the token. Other values may be NaN.
+      soft_cap: see `Options`.
+    """
     scores = jnp.einsum("...rd,...nd->...rn", q, k, precision="highest")
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)

@@ -37,7 +37,7 @@ from paged_jax.kernels.weight_formats import (
 _HALVES_MAX_ROWS = 16
 _HALVES_MAX_INPUTS = 1536
 
-# At most this number of elements of a quantised weight are converted to floats at a time, in a loop
+# Maximum number of elements of a quantised weight that are converted to floats at a time, in a loop
 # over tiles. Without the loop, XLA's CPU backend would convert the weights of all layers before it
 # multiplies by the weights of the first layer.
 _MAX_TILE_ELEMENTS = 1 << 22
@@ -142,11 +142,11 @@ def _multiply_in_tiles(
     multiply: Callable[[jax.Array, WeightArrays], jax.Array],
     max_elements: int,
 ) -> jax.Array:
-    """Multiply rows by a quantised weight, a tile of which is converted to floats at a time.
+    """Multiply rows by a quantised weight, which is converted to floats tile by tile.
 
-    A large weight is processed in a loop over tiles of its outputs, so that only one tile exists as
-    floats. The last tile ends at the last output, and may overlap the tile before it. `multiply`
-    converts a tile, and multiplies `x` by it.
+    A large weight is processed in a loop over tiles of its outputs, so that only one tile at a time
+    exists as floats. The last tile ends at the last output, and may overlap the tile before it.
+    `multiply` converts a tile, and multiplies `x` by it.
     """
     num_outputs, num_inputs = w.values.shape[0], x.shape[-1]
     tile = max(1, max_elements // num_inputs)
