@@ -285,7 +285,7 @@ class StateRows:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows (B)."""
+        """Number of rows of the batch (B)."""
         return self.entries.shape[0]
 
 

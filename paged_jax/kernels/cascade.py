@@ -34,9 +34,9 @@ _MIN_SAVED_TOKENS = 512
 
 
 def is_sharing_possible(batch: int, max_blocks: int, block_size: int) -> bool:
-    """Return whether block tables of this size can be large enough for `cascade_attention`.
+    """Return whether `cascade_attention` can save time for block tables of this size.
 
-    With fewer sequences or fewer blocks, it never saves time.
+    With few sequences or few blocks, it never does.
 
     Args:
       batch: number of sequences (B).

@@ -272,7 +272,7 @@ def _why_not(backend: Backend, problem: Problem) -> str | None:
 
 
 def _in_order(problem: Problem, platform: str) -> list[tuple[str, Backend, str | None]]:
-    """Return name, backend and preference of the backends for a platform, in the order to try.
+    """Return the name, object and preference of each backend for a platform, in order of choice.
 
     Backends that are compared by measurements have a method `preference`. It returns why the
     backend is preferred to others for the call, or None if it is not preferred.

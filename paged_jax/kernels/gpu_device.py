@@ -94,8 +94,9 @@ def device() -> GpuInfo:
     return GpuInfo(kind, abstract.num_cores or DEFAULT.num_cores, capability)
 
 
-# Pairs of a pattern of words in GPU names and the compute capability of these GPUs. The first
-# matching pattern is used. The values are from NVIDIA's list "CUDA GPU Compute Capability".
+# Compute capabilities of GPUs by their names. Each pair has a pattern for words in a name, and the
+# compute capability of GPUs with such a name. The first matching pattern is used. The values are
+# from NVIDIA's list "CUDA GPU Compute Capability".
 _CAPABILITY_OF_NAMES: Sequence[tuple[str, tuple[int, int]]] = (
     (r"K80", (3, 7)),
     (r"K\d{2}[a-z]?|Quadro K\d+M?", (3, 5)),

@@ -443,7 +443,7 @@ def _fold_keys(
 def _weights(
     rows: _QueryTile, k: jax.Array, v: jax.Array, seen: jax.Array, options: Options, dot: Callable
 ) -> tuple[jax.Array, jax.Array]:
-    """Return softmax weights, and gradients with respect to ``q . k``, as ``[B, K, R, N]``."""
+    """Return softmax weights and gradients with respect to ``q . k``, each ``[B, K, R, N]``."""
     capped = options.scale * dot("bkrd,bknd->bkrn", rows.q, k)
     if options.soft_cap is not None:
         capped = options.soft_cap * jnp.tanh(capped / options.soft_cap)

@@ -1,4 +1,4 @@
-"""RMS norm and rotary embedding (RoPE) of the heads of a fused QKV projection, and activations."""
+"""Norms, rotary embeddings (RoPE) of a fused QKV projection, and activation functions."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from paged_jax.kernels.backend import Options, Pools, RopeWriteArgs, WriteArgs
 from paged_jax.kernels.linear import sum_rows
 from paged_jax.kernels.pool_format import query_dtype
 
-# Activations by their names in ``config.json``.
+# Maps the names in ``config.json`` to activation functions.
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -65,7 +65,7 @@ def mean_square(x: jax.Array, *, num_heads: int = 1) -> jax.Array:
 
 
 def scale_by(x: jax.Array, mean_square: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Apply RMS norm to `x` if its mean square ``[..., 1]`` is already known, see `rms_norm`."""
+    """Apply RMS norm to `x`, given its mean square ``[..., 1]``; see `rms_norm`."""
     weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
     return x * lax.rsqrt(mean_square + eps) * weight
 

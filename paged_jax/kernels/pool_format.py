@@ -23,7 +23,7 @@ QUANTISED: dict[Any, float] = {
 # Number of lanes of a TPU register. A TPU moves this number of elements of the last dimension at a
 # time.
 LANES = 128
-# Sublanes of a TPU register: its rows of 128 lanes, for 32-bit values.
+# Number of sublanes of a TPU register. A sublane is a row of 128 lanes with 32 bits each.
 SUBLANES = 8
 
 

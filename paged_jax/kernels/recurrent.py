@@ -390,7 +390,7 @@ def _decayed_products(
     # Each block has its own arrays. If one array had the keys of all blocks, XLA for CPUs (jaxlib
     # 0.10) would compile the gradient of the keys to wrong values.
     def products_of(start: int) -> tuple[jax.Array, jax.Array]:
-        """Return products of the keys and of the queries of a block with all keys.
+        """Multiply the keys of a block by all keys, and its queries by all keys.
 
         `start` is the first token of the block. Both results are ``[..., 16, tile]``.
         """

@@ -178,7 +178,8 @@ def take_states(rows: StateRows, shape: tuple[int, ...] | None = None) -> jax.Ar
     take = _by_platform(_take_entries, _take_vectors, rows.pool)
     states = take(rows.pool, jnp.asarray(rows.layer), jnp.where(is_held, rows.sources, 0))
     if shape is not None and shape != tuple(padded):
-        # Without the barrier, XLA gathers from a copy of the pool without its padding.
+        # Without the barrier, XLA would copy the pool without its padding, and gather from this
+        # copy.
         states = lax.optimization_barrier(states)[:, *map(slice, shape)]
     return jnp.where(is_held.reshape(-1, *[1] * len(padded)), states, 0)
 

@@ -54,7 +54,7 @@ CODES: Mapping[str, np.ndarray] = {
     "nf4": np.array(_NF4, np.float32),  # of bitsandbytes
     "fp4": np.array([*_FP4, *(-x for x in _FP4)], np.float32),  # of bitsandbytes
 }
-# These are the codes of 8-bit values. Weights of these codes have scales.
+# Codes of 8-bit values. Weights with these codes have scales.
 BYTE_CODES = ("int8", "float8_e4m3fn")
 FLOAT_CODES = ("float32", "bfloat16", "float16")
 

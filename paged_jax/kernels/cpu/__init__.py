@@ -123,8 +123,8 @@ def _attend(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array
 def _quantised_kernel(w: Weight) -> Kernel:
     """Return the kernel that multiplies by a quantised weight.
 
-    It multiplies in bfloat16 only if this is the dtype of the model and represents the code
-    exactly.
+    It multiplies in bfloat16 if this is the dtype of the model and represents the numbers of the
+    code exactly. Otherwise, it multiplies in float32.
     """
     is_bfloat16 = w.dtype == jnp.bfloat16 and w.format.code not in _INEXACT_CODES
     dtype = jnp.dtype(jnp.bfloat16 if is_bfloat16 else jnp.float32)
@@ -290,7 +290,7 @@ class _Matmul(NamedTuple):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _multiply(matmul: _Matmul, x: jax.Array, w: Weight, operands: Arrays) -> jax.Array:
-    """Multiply ``[..., in]`` by a weight, in float32, by the kernel ``matmul.kernel``.
+    """Multiply ``[..., in]`` by a weight with the kernel ``matmul.kernel``; return float32.
 
     `operands` are the operands of the kernel after `x`. JAX differentiates ``matmul.plain``, which
     multiplies by `w`.

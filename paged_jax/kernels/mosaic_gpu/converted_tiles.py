@@ -93,8 +93,8 @@ def convert_step(step: jax.Array, _: None, *, copies: PrefillCopies) -> None:
 def _convert(copies: PrefillCopies, piece_ref: Any, tile_ref: Any, start: jax.Array | None) -> None:
     """Convert a piece to the dtype of `tile_ref`, and store it there.
 
-    If `start`, the position of the first token, is given, tokens that no query sees become 0.
-    Unused tokens of a block may be NaN, and 0 * NaN is NaN.
+    `start` is the position of the first token. If it is not None, tokens that no query sees become
+    0, because unused tokens of a block may be NaN, and 0 * NaN is NaN.
     """
 
     # The loop is not unrolled, because the unrolled code would spill registers.

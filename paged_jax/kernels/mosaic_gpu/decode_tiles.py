@@ -288,7 +288,7 @@ class TileCopies(NamedTuple):
             self.start(step, blocks)
 
     def load_blocks(self, step: jax.Array) -> list[jax.Array]:
-        """Return the block ids of a step, one per bulk copy; 0 past the end of the sequence."""
+        """Return the block id of each bulk copy of a step; 0 past the end of the sequence."""
         tables = self.inputs.block_tables
         blocks = []
         for token in self._tokens(step):

@@ -32,8 +32,8 @@ except ImportError:
 # The kernels are compiled for compute capabilities with these major versions.
 _MAJOR_VERSIONS = (9, 10)
 
-# Maximum bytes of shared memory that a thread block can use on these GPUs, in addition to the
-# shared memory that Pallas uses.
+# Maximum bytes of shared memory that a kernel can use per thread block. The rest of the shared
+# memory is left to Pallas.
 MAX_SHARED_MEMORY = 220 * 1024
 
 # A bulk copy moves a box, that is, a rectangular part of an array. A box has at most `MAX_BOX`

@@ -117,7 +117,7 @@ class PrefillSizes(NamedTuple):
         """Bulk copies of the queries of a tile.
 
         Each tuple has the index of the head in the slice, the first token, the warpgroup, the first
-        of the rows of this warpgroup, and the number of rows.
+        row within this warpgroup, and the number of rows.
         """
         n, boxes = self.tile_tokens, []
         for head in range(self.slice_size):

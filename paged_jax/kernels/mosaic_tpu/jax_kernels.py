@@ -127,7 +127,7 @@ def _call_jax(args: RaggedArgs, options: RaggedOptions) -> jax.Array:
 
 
 def _on_some_tpu(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Let `function` run under a mesh that names a TPU, if this process has no TPU.
+    """Wrap `function` so that it runs under a mesh that names a TPU, if there is no TPU.
 
     Pallas needs the TPU generation when it lowers the kernel. "TPU v5 lite" is the oldest supported
     generation, and the kernel uses no feature that this generation lacks.

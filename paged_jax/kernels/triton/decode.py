@@ -311,9 +311,9 @@ def _join_copies(
 
 
 def _lanes(part: tiles.HeadPart, num_arrays: int) -> tuple[jax.Array, ...]:
-    """Return the lanes of a head part that each array of a tile holds.
+    """Return the indices of the lanes in each array of a tile.
 
-    A single array holds all lanes. Two arrays hold the even and the odd lanes.
+    A single array holds all lanes of the head part. Two arrays hold the even and the odd lanes.
     """
     index = jnp.arange(tiles.num_lanes(part.size // num_arrays), dtype=jnp.int32)
     return tuple(index * num_arrays + (part.start + turn) for turn in range(num_arrays))
@@ -332,9 +332,9 @@ def _fold_part(
 ) -> tiles.OnlineSoftmax:
     """Compute the softmax of queries over the tokens of a part.
 
-    `q` has not been multiplied by ``options.scale``. Its first `num_arrays` arrays have the lanes
-    of values. `is_rest`, bool ``[R]`` or None, is True for the second copy of each row, see
-    `_choose_rows`.
+    `q` has not been multiplied by ``options.scale``. A tile of values has as many lanes as the
+    first `num_arrays` arrays of `q`. `is_rest`, bool ``[R]`` or None, is True for the second copy
+    of each row, see `_choose_rows`.
     """
     dtype = tiles.operand_dtype(q[0].dtype, kv.pool_dtype)
     q, unit = tiles.fit_queries(q, dtype)

@@ -331,7 +331,7 @@ def _tables(code: str, dtype: Any) -> list[list[int]]:
 
 
 def _looked_up_code(num_tables: int, half: int, kind: _Half, has_min: bool) -> str:
-    """Return PTX that converts half `half` of two bytes from the results of `_look_up`."""
+    """Return PTX that converts half `half` of two bytes, given the results of `_look_up`."""
     fma, offset = f"fma.rn.{kind.name}", kind.pair(-kind.base - _OFFSETS["e2m1"])
     lines = [
         f"{{ .reg .b32 t, one, zero; mov.b32 one, {kind.pair(1)}; mov.b32 zero, {kind.pair(-0.0)};"

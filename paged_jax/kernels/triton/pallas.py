@@ -78,7 +78,7 @@ def pallas_call(
 def _mesh_of_device() -> AbstractMesh | None:
     """Return a mesh without axes that names the GPU of `gpu_device.device`.
 
-    Return None if JAX knows the GPU.
+    If JAX knows the GPU without such a mesh, return None.
     """
     if not (gpu_device.is_assumed() and get_abstract_mesh().empty):
         # Keep the current mesh if it has axes, because the arrays are sharded over it.

@@ -112,9 +112,9 @@ def advance_rows(step: StateStep, interpret: Interpret = False) -> tuple[jax.Arr
 def _for_sharers(
     sources_ref: Any, row: jax.Array, num_entries: int, advance: Callable[[jax.Array], None]
 ) -> None:
-    """Call `advance` with `row` and each later row that reads the same entry.
+    """Call `advance` for `row`, and then for each later row that reads the same entry.
 
-    If an earlier row reads the entry, do nothing.
+    If an earlier row also reads this entry, do nothing.
     """
     B = sources_ref.shape[0]
     index = jnp.arange(pl.next_power_of_2(B), dtype=jnp.int32)

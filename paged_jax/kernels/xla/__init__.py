@@ -108,7 +108,7 @@ def _as_rows(pool: jax.Array) -> jax.Array:
 
 
 def _set_pool_rows(pool: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
-    """Set rows of a pool that is viewed as rows ``[L * P * K * C, D]``."""
+    """Set rows of a pool. `index` has indices of the rows ``[L * P * K * C, D]``."""
 
     def flat(pool: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
         return set_rows(pool, index, new)

@@ -295,7 +295,7 @@ def _attend_to_tile(
 
 
 def _queries_in_tile(num_queries: int, num_heads: int, head_dim: int) -> int:
-    """Return the number of queries of a chunk in a tile: fewer if queries have many elements."""
+    """Return the number of queries of a chunk in a tile, limited by `_TILE_ELEMENTS`."""
     fitting = max(_TILE_ELEMENTS // (num_heads * head_dim), 1)
     return min(num_queries, QUERIES, fitting)
 
@@ -382,7 +382,7 @@ class _RunningSoftmax(NamedTuple):
 def _start_softmax(
     rows: tuple[int, ...], value_dim: int, sinks: jax.Array | None
 ) -> _RunningSoftmax:
-    """Return the state before the first token. `rows` is its shape ``[..., K, R]``."""
+    """Return the state before the first token. `rows` is the shape ``[..., K, R]``."""
     out = jnp.zeros((*rows, value_dim), jnp.float32)
     if sinks is None:
         peak = jnp.full(rows, _LOWEST, jnp.float32)

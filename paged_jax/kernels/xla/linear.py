@@ -175,7 +175,7 @@ def _matmul(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _matmul_in_halves(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Multiply by both halves of a weight in a batch of two matmuls.
+    """Divide the outputs of a weight into two halves, and multiply by both in a batched matmul.
 
     The weight is the left operand.
     """
@@ -187,7 +187,7 @@ def _matmul_in_halves(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _multiply_sum(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Multiply a single row by a weight as a product and a sum.
+    """Multiply a single row by a weight by elementwise products and a sum.
 
     A matmul would convert the whole weight to float32 first.
     """
@@ -212,7 +212,10 @@ def grouped_linear(x: jax.Array, w: Weight, group_sizes: jax.Array) -> jax.Array
 def _multiply_groups(
     x: jax.Array, w: Weight, group_sizes: jax.Array, contracted: tuple[int, int]
 ) -> jax.Array:
-    """Multiply tiles of rows by the weights ``[out, in]`` of their groups, see `_contract`."""
+    """Multiply tiles of rows by the weights ``[out, in]`` of their groups.
+
+    The matmul of a tile is ``_contract(rows, weight, contracted)``.
+    """
     R, X, N = x.shape[0], w.shape[0], w.shape[2 - contracted[1]]
     tile = min(R, _MAX_TILE, max(8, math.ceil(2 * R / X)))
     begins = jnp.cumsum(group_sizes, dtype=jnp.int32) - group_sizes
