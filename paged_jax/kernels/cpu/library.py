@@ -2,8 +2,8 @@
 
 There is one shared library for each kernel and dtype. When a program first needs it, it is compiled
 in about two seconds, for the processor of this machine and with the headers of the installed
-jaxlib. It must solve a small problem before programs call it. The user's cache folder keeps it,
-under a name with two digests:
+jaxlib. It must pass a self-test before programs call it. It is stored in the user's cache folder,
+under a name with two digests::
 
     paged_jax_decode_float32_0123456789abcdef.0f1e2d3c....so
     `------- target: kernel, inputs --------' `-- content --'

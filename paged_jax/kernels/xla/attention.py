@@ -9,7 +9,7 @@ the batch, not on the number of columns of the block table::
     chunks    for each tile of QUERIES queries:
                   while tiles are left:           1 sequence x TILE tokens, up to the diagonal
 
-The chunks of a ragged batch, and those of a prefill, are rows of one array of queries.
+The chunks of a ragged batch or of a prefill are rows of one array of queries.
 
 The result of a sequence does not depend on the other sequences, because each sequence has its own
 tiles in a fixed order. The functions are jitted here, so that a model with many layers traces and

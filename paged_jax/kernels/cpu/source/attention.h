@@ -26,11 +26,12 @@ struct Attention {
   const float *k_scale, *v_scale, *sinks;
   const int32_t *tables, *lengths;
   int64_t P, K, C, M, lanes, v_lanes, layer;
-  int64_t block_step, head_step, token_step;  // distances between neighbours, in rows of the pools
+  // Distances between neighbouring blocks, heads and tokens, in rows of the pools.
+  int64_t block_step, head_step, token_step;
   int H, G, D, U;              // D elements of a query and of a key; U elements of a value and of an output
-  int window;                  // window and soft_cap are 0 if there is none
+  int window;                  // size of the sliding window, or 0
   bool shares_values;          // values are the first elements of the keys
-  float scale, soft_cap;
+  float scale, soft_cap;       // soft_cap is 0 for no cap
 
   // Reads the operands that decode and prefill have in common. Returns the index of the next operand.
   int read(XLA_FFI_CallFrame* frame) {
@@ -48,9 +49,10 @@ struct Attention {
       v_scale = (const float*)argument(frame, next++)->data;
     }
     if (attribute<int32_t>(frame, "has_sinks")) sinks = (const float*)argument(frame, next++)->data;
-    shares_values = attribute<int32_t>(frame, "shares_values");  // one array, passed as both
+    // If the keys contain the values, the array of keys is also passed as the array of values.
+    shares_values = attribute<int32_t>(frame, "shares_values");
     if (attribute<int32_t>(frame, "is_interleaved")) {
-      // [P, C, 2 * K, D], or [P, C, 1, D] if values are shared, passed as keys and as values
+      // Both arrays are the pages [P, C, 2 * K, D], or [P, C, 1, D] if the keys contain the values.
       P = keys->dims[0], C = keys->dims[1], token_step = keys->dims[2], lanes = keys->dims[3];
       head_step = shares_values ? 1 : 2;
       K = token_step / head_step;
@@ -73,7 +75,7 @@ struct Attention {
 
   bool has_sink(int h) const { return sinks && sinks[h] != -__builtin_inff(); }
 
-  // Returns the tile that starts at position `token`. It is empty if `token` is not before `end`.
+  // Returns the tile that starts at position `token`. It has no tokens from position `end` on.
   Tile find(const int32_t* table, int64_t head, int token, int end) const {
     Tile tile = {};
     if (token < end) tile.count = end - token < TILE ? end - token : TILE;

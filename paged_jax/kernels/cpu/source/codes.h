@@ -293,7 +293,7 @@ struct PackedDecoder<Singles> {
           f(16 * half + 4 * i + byte, look_up(words.each[i], 8 * byte + 4 * half));
   }
 
-  // Returns the numbers for the four bits from `bit` on.
+  // Looks up four bits of each lane, from bit `bit` on, in the table.
   INLINE Floats look_up(Ints words, int bit) const {
 #if defined(__AVX512F__)
     return (Floats)_mm512_permutexvar_ps((Bytes)(words >> bit), (__m512)load<Floats>(numbers));
@@ -352,7 +352,7 @@ struct PackedDecoder<Pairs> {
 #endif
 
 #if HAS_QUADS
-// Decoders to numbers from 0 to 255. A decoded number minus OFFSET, times STEP, is the number of the value.
+// Decoders to integers from 0 to 255. A value stands for the number STEP * (integer - OFFSET).
 
 template <>
 struct ByteDecoder<Int8Code, Quads> {

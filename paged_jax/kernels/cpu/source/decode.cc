@@ -1,8 +1,8 @@
 // Attention with a single query for each sequence. Keys and values are read in place in the pools.
 //
-// A part of the work is one KV head of one segment of a sequence. The result of a sequence does not depend on
-// the other sequences, because the boundaries of segments do not depend on the batch, and the results of
-// segments are merged in order.
+// Sequences are divided into segments of SEGMENT tokens. A part of the work is one KV head of one segment.
+// The result of a sequence does not depend on the other sequences, because the boundaries of segments do not
+// depend on the batch, and the results of segments are merged in order.
 
 #include "attention.h"
 
@@ -36,8 +36,8 @@ struct Softmaxes : Attention {
     *lse = total == 0 ? -__builtin_inff() : peak + __builtin_logf(total);
   }
 
-  // Adds a tile to the softmaxes of the next queries, at most ROWS of the `left` queries that are left.
-  // Prefetches tile `next` at the same time, unless it is null.
+  // Adds a tile to the softmaxes of up to ROWS queries. `left` is the number of queries that the tile has not
+  // been added to yet. Prefetches tile `next` at the same time, unless it is null.
   template <int ROWS_ = ROWS>
   void fold_rows(
       int left, const float* queries, const Tile& tile, const Tile* next, float* state) const {

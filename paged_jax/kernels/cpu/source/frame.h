@@ -78,11 +78,11 @@ struct Range {
 struct Job {
   void (*run)(void* call, int64_t part);
   void* call;
-  int64_t num_ranges, num_came, num_done, holders;
+  int64_t num_ranges, num_started, num_done, num_references;
   Range ranges[];  // one per thread
 
   void take_parts() {
-    int64_t first = __atomic_fetch_add(&num_came, 1, __ATOMIC_RELAXED), part;
+    int64_t first = __atomic_fetch_add(&num_started, 1, __ATOMIC_RELAXED), part;
     for (int64_t i = 0; i < num_ranges; i++) {
       Range& range = ranges[(first + i) % num_ranges];
       while ((part = __atomic_fetch_add(&range.next, 1, __ATOMIC_RELAXED)) < range.end) {
@@ -92,15 +92,15 @@ struct Job {
     }
   }
 
-  void let_go() {
-    if (__atomic_sub_fetch(&holders, 1, __ATOMIC_ACQ_REL) == 0) free(this);
+  void release() {
+    if (__atomic_sub_fetch(&num_references, 1, __ATOMIC_ACQ_REL) == 0) free(this);
   }
 };
 
 inline void help(void* data) {
   Job* job = (Job*)data;
   job->take_parts();
-  job->let_go();
+  job->release();
 }
 
 inline void pause_briefly() {
@@ -131,12 +131,12 @@ void in_parallel(XLA_FFI_CallFrame* frame, Call& call, int64_t num_parts) {
     args.ctx = frame->ctx;
     args.task = help;
     args.data = job;
-    if (!succeeds(frame, frame->api->XLA_FFI_ThreadPool_Schedule(&args))) job->let_go();
+    if (!succeeds(frame, frame->api->XLA_FFI_ThreadPool_Schedule(&args))) job->release();
   }
   job->take_parts();
   for (int turn = 0; __atomic_load_n(&job->num_done, __ATOMIC_ACQUIRE) < num_parts; turn++)
     turn < 1000 ? pause_briefly() : (void)sched_yield();
-  job->let_go();
+  job->release();
 }
 
 // Calls with the same number of parts, one for each group of rows, as a single list of parts.

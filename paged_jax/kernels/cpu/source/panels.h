@@ -17,14 +17,15 @@ namespace {
 // sum each.
 struct Groups {
   int num_inputs, size, count;
-  int cells;                        // of a group, including padding
-  int segment_cells, num_segments;  // of a group; the last segment may be shorter
-  bool has_whole_units;             // whether each segment consists of units
+  int cells;             // number of cells of a group, including padding
+  int segment_cells;     // number of cells of a segment; the last segment of a group may have fewer
+  int num_segments;      // number of segments of a group
+  bool has_whole_units;  // whether each segment consists of units
 
   template <class Decoder>
   static Groups divide(int num_inputs, int count) {
     constexpr int INPUTS = Decoder::INPUTS / Decoder::CELLS;  // in a cell
-    // Segments of int8 numbers have a scale, so that shorter segments lose less precision.
+    // Segments of int8 numbers have scales. They are shorter, because short segments lose less precision.
     constexpr int SEGMENT_CELLS = (INPUTS == 4 ? 64 : 128) / INPUTS;
     Groups groups = {num_inputs, num_inputs / count, count};
     groups.has_whole_units = !Decoder::IS_PACKED || groups.size % Decoder::INPUTS == 0;
@@ -63,8 +64,8 @@ struct Panel {
   const int64_t* places;  // index of each row in x and in the result
   Cell* cells;
   float* sums;
-  Rounding* roundings;  // of segments, if they have scales
-  int num_rows, size;  // `size` includes rows of zeros at the end
+  Rounding* roundings;  // one for each segment of each row, if segments have scales
+  int num_rows, size;   // `size` includes rows of zeros at the end
 };
 
 inline bool is_zero(const float* row, int count) {

@@ -59,8 +59,8 @@ inline Ints pair(Ints first, Ints second) {
   return (first >> 16 & 0xffff) | (second & (int32_t)0xffff0000);
 }
 
-// Some queries of a chunk: `first` to `last` (exclusive), of which those from `end` on are padding. The first
-// query of the chunk is the first query of `sequence`.
+// Queries `first` to `last` (exclusive) of a chunk. Queries from `end` on are padding. The chunk starts with
+// the first query of `sequence`.
 struct Part {
   int64_t sequence, first, end, last;
 };
@@ -80,14 +80,15 @@ struct Prefill : Attention {
 
   // Softmaxes of a group of rows.
   struct Group {
-    Ints positions;  // of the queries; -1 for lanes without a row
+    Ints positions;  // positions of the queries; -1 for lanes without a row
     Floats peaks, totals;
   };
 
-  // Memory of a part.
+  // Scratch memory of a part.
   struct Scratch {
     Group* groups;
-    Cell *queries, *keys, *values;  // of all groups; of a tile
+    Cell* queries;                  // of all groups
+    Cell *keys, *values;            // of a tile
     Floats* sums;                   // [groups, U]
   };
 
@@ -142,7 +143,7 @@ struct Prefill : Attention {
       }
   }
 
-  // Attends with queries `first` to `last` (exclusive) of the chunk that starts with a sequence.
+  // Attends with queries `first` to `last` (exclusive) of the chunk that starts with `sequence`.
   void attend(int64_t sequence, int64_t head, int64_t first, int64_t last) {
     int num_rows = (last - first) * G, num_groups = (num_rows + LANES - 1) / LANES;
     int64_t group_size = sizeof(Group) + key_cells() * sizeof(Vector) + sum_vectors() * sizeof(Floats);
@@ -197,14 +198,14 @@ struct Prefill : Attention {
         float numbers[2] = {from[d], d + 1 < D ? from[d + 1] : 0};
         uint32_t bits[2];
         memcpy(bits, numbers, sizeof bits);
-        // bfloat16 represents the queries if cells have two numbers.
+        // If cells have two numbers, the queries are bfloat16 numbers, so their lower bits are 0.
         uint32_t cell = INPUTS == 1 ? bits[0] : bits[0] >> 16 | (bits[1] & 0xffff0000);
         memcpy(to, &cell, sizeof cell);
       }
     }
   }
 
-  // Copies a tile to scratch memory. Its first token has place `from`. The other places are zeros.
+  // Copies a tile to scratch memory, from place `from` on. Places without a token become zeros.
   void copy_tile(Scratch& its, const Tile& tile, int from) const {
     int64_t stride = value_stride();
     if (tile.count < TILE) {

@@ -1,10 +1,10 @@
 // States of a batch of rows, in a pool [L, P, ...] of recurrent layers.
 //
-// The kernels have these first operands: the pool, layer i32, sources i32 [B], entries i32 [B]. Row b reads the
-// state of entry sources[b], or zeros if there is no such entry. It writes its new state to entry entries[b],
-// or nowhere if there is no such entry. The results are the pool, in the same buffer, and the outputs. Rows
-// with the same source are advanced together. The row that writes the source is the last of them, so that all
-// of them read the old state.
+// The first operands of each kernel are the pool, layer i32 [], sources i32 [B] and entries i32 [B]. Row b
+// reads the state of entry sources[b], or zeros if there is no such entry. It writes its new state to entry
+// entries[b], or nowhere if there is no such entry. The results are the pool, in the same buffer, and the
+// outputs. Rows that read the same entry are advanced together. If one of them also writes this entry, it is
+// the last of them, so that all of them read the old state.
 #pragma once
 
 #include "frame.h"
@@ -12,7 +12,7 @@
 
 namespace {
 
-constexpr int NUM_SHARED = 4;  // number of the first operands, which all kernels have
+constexpr int NUM_SHARED = 4;  // number of operands that all kernels have
 constexpr int MAX_D = 1024;    // maximum number of elements of a key: the size of arrays on the stack
 constexpr int64_t PART_BYTES = 64 * 1024;  // bytes of the states that a thread takes at a time
 
@@ -47,7 +47,7 @@ struct StateRows {
     return sources[row] == sources[other] && is_entry(sources[row]);
   }
 
-  // If `row` is the first row with its source, calls `advance` with all rows that have this source.
+  // If `row` is the first row that reads its source, calls `advance` for all rows that read this source.
   template <class Advance>
   void for_sharers(int64_t row, Advance advance) const {
     for (int64_t other = 0; other < row; other++)
@@ -63,14 +63,14 @@ struct StateRows {
     if (in_place >= 0) advance(in_place);
   }
 
-  // Number of heads, of the H heads of an entry, that a thread takes at a time.
+  // Number of heads that a thread takes at a time, if an entry has H heads.
   int64_t heads_of_part(int64_t H) const { return 1 + (PART_BYTES - 1) / (entry_bytes / H); }
 
   int64_t parts_of_row(int64_t H) const {
     return (H + heads_of_part(H) - 1) / heads_of_part(H);
   }
 
-  // Number of parts of all rows. A part is some heads of all rows that share a source.
+  // Number of parts of all rows. A part is some heads of all rows that read the same entry.
   int64_t count_parts(int64_t H) const { return B * parts_of_row(H); }
 
   // Calls `advance` with the rows and heads of a part.

@@ -23,8 +23,8 @@ struct Words {
 #if defined(__AVX512F__)
 typedef __m512i Bytes;
 
-// Loads 16 bytes from `from` and from each of the next three rows, `stride` bytes apart. Loads with masks
-// need no shuffle instruction. Insertions need no registers for masks.
+// Loads 16 bytes of each of four rows. The first row starts at `from`, and rows are `stride` bytes apart. Loads
+// with masks (BY_MASKS) need no shuffle instructions. Insertions need no registers for masks.
 template <bool BY_MASKS>
 inline Bytes load_quarters(const uint8_t* from, int64_t stride) {
   auto quarter = [=](int i) { return _mm_loadu_si128((const __m128i*)(from + i * stride)); };
@@ -120,7 +120,7 @@ inline void transpose_floats(
   const uint8_t* last_row = rows.begin + (row + LANES - 1) * rows.row_bytes;
   for (int group = first; group < last;) {
     int64_t offset = (int64_t)group * bytes, valid = (int64_t)(last - group) * bytes;
-    // It does no harm to read bytes of other groups or rows.
+    // Reading bytes of other groups or rows does no harm, but reading past the end of the array does.
     bool is_inside = valid >= UNIT_BYTES || last_row + offset + UNIT_BYTES <= rows.end;
     Words words = load_unit(rows, row, num_rows, offset, is_inside ? UNIT_BYTES : valid).transpose();
 #pragma GCC unroll 4

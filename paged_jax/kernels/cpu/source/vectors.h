@@ -222,8 +222,8 @@ struct Float16 {
 using Float16 = SmallFloat<uint16_t, 5, 10, true>;
 #endif
 
-// Copies numbers times `scale` into the order of the halves of `Type`, padded with zeros to a multiple of
-// STEP.
+// Multiplies numbers by `scale`, and writes them in the order of the halves of `Type`, padded with zeros to a
+// multiple of STEP.
 template <class Type>
 inline void arrange(float* to, const float* from, int count, float scale) {
   int i = 0;
@@ -237,7 +237,7 @@ inline void arrange(float* to, const float* from, int count, float scale) {
     }
 }
 
-// Undoes `arrange`: copies the first `count` numbers, times `scale`, in their original order.
+// Restores the order before `arrange`: writes the first `count` numbers, times `scale`, in their original order.
 template <class Type>
 inline void restore(float* to, const float* from, int count, float scale) {
   for (int i = 0; i < count; i += STEP)

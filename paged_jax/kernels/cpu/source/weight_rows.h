@@ -23,7 +23,7 @@ struct FormFor<Bfloat16> {
 };
 #endif
 using Form = FormFor<Type>::Form;
-// Whether rows of x are rounded to bfloat16. This includes processors that do not have InBfloat16.
+// Whether rows of x are rounded to bfloat16, also on processors without `InBfloat16`.
 template <class>
 constexpr bool ROUNDS = false;
 template <>

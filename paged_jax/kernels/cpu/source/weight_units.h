@@ -83,7 +83,7 @@ struct Strip {
   Groups groups;
   int64_t row;  // the first row
   int num_rows;
-  int first, last;             // segments
+  int first, last;             // range of segments; `last` is exclusive
   const float *scales, *mins;  // [groups, LANES] from the group of the first segment on; mins may be null
   Cell* tile;
   const char* next_line;  // next address to prefetch while units are converted
@@ -259,7 +259,7 @@ struct UnitCells {
 };
 
 #if HAS_PAIRS
-// The same, but converts one step ahead.
+// Calls a function for the cells of consecutive units, and converts one step ahead.
 template <class Decoder>
 struct UnitCells<Decoder, true> {
   TwoPairs next;
@@ -273,7 +273,8 @@ struct UnitCells<Decoder, true> {
       TwoPairs pairs = next;
       bool is_last = step + 1 == Decoder::STEPS;
       next = decoder.pairs(is_last ? following : words, is_last ? 0 : step + 1);
-      asm volatile("" : "+v"(next.first), "+v"(next.second));  // so that the compiler does not delay them
+      // Keep the compiler from delaying the conversion.
+      asm volatile("" : "+v"(next.first), "+v"(next.second));
       f(2 * step, pairs.first);
       f(2 * step + 1, pairs.second);
     }
@@ -455,7 +456,7 @@ struct Product {
   // Converts the units of a strip.
   static void convert(const Decoder& decoder, const Strip& strip) {
     if (strip.groups.has_whole_units) return convert_units(decoder, strip);
-    Strip units = strip;  // its segments are not units
+    Strip units = strip;  // a strip with a unit in each segment
     units.groups.size = Decoder::INPUTS;
     units.groups.cells = units.groups.segment_cells = Decoder::CELLS;
     units.first = strip.first * strip.groups.cells / Decoder::CELLS;
