@@ -26,7 +26,7 @@ _SHAPE = re.compile(rf"D{_SIZE}(?: U{_SIZE})?(?: G{_SIZE})? C{_SIZE} q:(\w+) poo
 class CallShape(NamedTuple):
     """Sizes and dtypes of a call that, with the GPU and the op, identify its entry in a table.
 
-    A table has entries for calls with any number of sequences, any lengths and any options.
+    An entry applies to calls with any number of sequences, any lengths and any options.
     ``str(shape)`` is the key of the entry.
 
     Attributes:
