@@ -25,15 +25,16 @@ from paged_jax.models.loading.tensor_map import (
     standard_name,
 )
 
-# For each array of the other definition, the name of the Hugging Face tensor that it holds. The
-# value is a pair of this name and a permutation if the axes of the array must be permuted. In both
-# names, a * stands for the index of a layer.
+# Maps the name of each array in another definition of the model (such as a trainer's) to the name
+# of the Hugging Face tensor that the array holds. If the axes of the array must be permuted, the
+# value is a pair: the name of the tensor, and the permutation. A * in an array's name and in a
+# tensor's name stands for the index of a layer.
 NameMap = Mapping[str, str | tuple[str, tuple[int, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorSource:
-    """Place of a Hugging Face tensor in the arrays of the other definition.
+    """Description of how to get a Hugging Face tensor from the arrays of another definition.
 
     Attributes:
       name: name of the array that holds the tensor.
@@ -47,7 +48,7 @@ class TensorSource:
     layer: int | None = None
 
     def take(self, arrays: Mapping[str, jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        """Take the tensor out of the arrays, in its Hugging Face shape."""
+        """Return the tensor, given all arrays by name, in its Hugging Face shape."""
         array = arrays[self.name]
         array = array if self.axes is None else array.transpose(self.axes)
         return (array if self.layer is None else array[self.layer]).reshape(shape)
@@ -60,20 +61,20 @@ def find_sources(
     shapes: Mapping[str, tuple[int, ...]],
     rules: NameMap,
 ) -> dict[str, TensorSource]:
-    """Find the arrays of the other definition from which parameters can be assembled.
+    """Find the arrays of another definition that contain given parameters of this model.
 
     Args:
       function: function name for error messages.
       config: configuration of the model.
-      names: names of this model's parameters to assemble.
+      names: names of this model's parameters.
       shapes: shape of each array of the other definition, by name.
-      rules: Hugging Face tensor names of these arrays, see `NameMap`. Arrays without a rule must
-        have the Hugging Face name themselves.
+      rules: Hugging Face tensor names of these arrays, see `NameMap`. If there is no rule for an
+        array, its name must be the Hugging Face name.
 
     Returns:
-      For each Hugging Face tensor, its place in the arrays. If the embeddings are tied, but the
-      other definition also has an output head, the result includes the head, so that the caller can
-      compare it with the embeddings.
+      The source of each Hugging Face tensor that the parameters consist of. If the embeddings are
+      tied, but the other definition also has an output head, the result includes the head, so that
+      the caller can compare it with the embeddings.
 
     Raises:
       WeightsError: a tensor is missing, not part of the model, in two arrays, or has the wrong
@@ -95,7 +96,8 @@ def find_sources(
     }
     if missing := [tensor for tensor in wanted if tensor not in sources]:
         raise WeightsError(
-            f"{function}: params must contain {_enumerate(missing)}, but no array is mapped to it."
+            f"{function}: params must contain an array for each tensor of the model, got no array "
+            f"that is mapped to {_enumerate(missing)}."
         )
     # Trainers may keep a tied head in addition to the embeddings.
     known = {*wanted, HEAD} if config.tie_word_embeddings else set(wanted)
@@ -118,7 +120,7 @@ def assemble(
     arrays: Mapping[str, jax.Array],
     sources: Mapping[str, TensorSource],
 ) -> jax.Array:
-    """Assemble a parameter from the tensors that it consists of, in `jit`."""
+    """Assemble a parameter from the Hugging Face tensors that it consists of, in `jit`."""
     return _join(
         [
             (mapping, mapping.to_box(sources[mapping.tensor].take(arrays, mapping.shape)))
@@ -145,7 +147,7 @@ def _join(boxes: list[tuple[TensorMapping, jax.Array]], axis: int = 0) -> jax.Ar
 def _sources_of(
     name: str, rules: NameMap, config: LlamaConfig
 ) -> Iterable[tuple[str, TensorSource]]:
-    """Return the names of the tensors in an array, each with its place.
+    """Return the name and the source of each Hugging Face tensor that an array holds.
 
     An array holds one tensor, or one tensor for each layer.
     """

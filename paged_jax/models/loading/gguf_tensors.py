@@ -112,7 +112,7 @@ _REORDERED = ("llama", "mixtral")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GgufTensor(QuantisedTensor):
-    """A tensor of a GGUF file, or its part at one index of the first dimension.
+    """A tensor of a GGUF file, or the slice of a tensor at one index of its first dimension.
 
     Attributes:
       row_bytes: number of bytes of a row. A tensor with one dimension is a single row.
@@ -269,7 +269,7 @@ def _read_q4_1(blocks: np.ndarray) -> _Arrays:
 
 
 def _fifth_bits(words: np.ndarray) -> np.ndarray:
-    """Expand the 32 bits in 4 bytes of each block to the values 0 or 16, ``[..., 2, 16]``."""
+    """Convert each of the 32 bits in a block's 4 bytes to 0 or 16, ``[..., 2, 16]``."""
     bits = np.unpackbits(words, axis=-1, bitorder="little")
     return bits.reshape(*words.shape[:-1], 2, 16) << 4
 

@@ -359,7 +359,7 @@ def _enumerate(tensors: list[str]) -> str:
 def _to_tensor(parameter: jax.Array, mappings: list[TensorMapping]) -> np.ndarray:
     """Return the Hugging Face tensor that a parameter contains.
 
-    If the parameter is on the CPU, the result is a view of it if possible.
+    The result is a view of the parameter if the parameter is on the CPU and the layout allows it.
     """
     rows = [
         mapping.to_rows(np.asarray(parameter)[mapping.box])
@@ -372,10 +372,10 @@ def _to_tensor(parameter: jax.Array, mappings: list[TensorMapping]) -> np.ndarra
 def _split_into_files(
     items: list[tuple[str, list[TensorMapping]]], sizes: list[int], max_bytes: int
 ) -> list[list[tuple[str, list[TensorMapping]]]]:
-    """Divide tensors over files of at most `max_bytes`, or of one tensor.
+    """Divide tensors over files of at most `max_bytes`.
 
-    Each tensor is described by the name of its parameter and its mappings. `sizes` are the sizes of
-    the tensors in bytes.
+    A tensor that is larger than `max_bytes` gets a file of its own. `items` describes each tensor
+    by the name of its parameter and its mappings. `sizes` are the sizes of the tensors in bytes.
     """
     files: list[list[tuple[str, list[TensorMapping]]]] = [[]]
     total = 0

@@ -64,7 +64,7 @@ class ModelSpec(Generic[Model]):
         }
 
     def separate_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every parameter by name, for the same model with separate layers."""
+        """Return the shapes that parameters would have with separate layers, by name."""
         shapes = {}
         for name, parameter in self.parameters().items():
             if is_stacked(name):
@@ -79,10 +79,10 @@ class ModelSpec(Generic[Model]):
         return self.sharding(name, shape) if callable(self.sharding) else self.sharding
 
     def build(self, make: Callable[[str, tuple[int, ...], np.dtype], jax.Array]) -> Model:
-        """Build the model. ``make(name, shape, dtype)`` must return each parameter.
+        """Build the model from the parameters that ``make(name, shape, dtype)`` returns.
 
-        No random initial weights are created. `make` is called for the values of a matrix before
-        its scales.
+        No random initial weights are created. For a quantised matrix, `make` is called first for
+        its values, then for its scales.
         """
         config = dataclasses.replace(
             self.config, dtype=float_type(self.dtype, self.config.dtype).name

@@ -78,7 +78,7 @@ def from_pretrained(
     if scan_layers is None:
         scan_layers = config.can_scan_layers and _is_scanning_faster(config, sharding)
         if scan_layers and _device(config, sharding).platform == "tpu":
-            # On TPUs, XLA copies quantised matrices out of a stack in every step.
+            # On TPUs, XLA would copy quantised matrices out of the stack of layers in every step.
             options: Any = {"dtype": dtype, "dequantise": dequantise}
             found = formats or read_formats(model_class, folder, config, **options)
             scan_layers = found is None or not found.is_quantised
@@ -116,7 +116,7 @@ def read_config(folder: str | Path) -> LlamaConfig:
     content = read_config_json(folder)
     try:
         tensors = list_tensors(folder)
-    except WeightsError:  # `load_weights` will report the reason, and planning needs no weights
+    except WeightsError:  # planning needs no weights, and `load_weights` reports the error later
         return LlamaConfig.from_dict(content)
     part = text_config(content)
     check_names(tensor.name for tensor in tensors)
@@ -142,14 +142,14 @@ def read_formats(
 ) -> MatrixFormats | None:
     """Return the formats that the matrices of a model will have when it is loaded.
 
-    Only the headers of the files are read, and the input orders of matrices that have one.
+    Only the headers of the files are read and, for matrices with reordered inputs, the orders.
 
     `config` is the result of `read_config`. `num_devices` is the number of devices over which the
     model will be divided. For the other arguments, see `Llama.from_pretrained`.
 
     Returns:
-      The formats. None if the folder has no weights and ``config.json`` describes no quantisation.
-      The formats then depend only on `dtype`.
+      The formats. If the folder has no weights, and ``config.json`` describes no quantisation, the
+      formats depend only on `dtype`, and the result is None.
     """
     if is_checkpoint(folder):
         return find_saved_formats(folder, config, dtype=dtype, dequantise=dequantise)
@@ -177,7 +177,8 @@ def _plan_formats(
             _scheme_of(quantisation, mapping.tensor.removesuffix(".weight"))
             for mapping in map_parameter(spec.config, name)
         ]
-        # If only some of a matrix's tensors are quantised, the matrix is loaded as floats.
+        # A matrix may consist of several tensors. If only some of them are quantised, the matrix is
+        # loaded as floats.
         scheme = schemes[0] if all(each == schemes[0] for each in schemes) else None
         format: WeightFormat | str = floats
         if scheme is not None:
@@ -191,9 +192,9 @@ def _plan_formats(
 
 
 def _usual_format(scheme: Scheme) -> WeightFormat:
-    """Return the format of a scheme, assuming the usual dtype of its scales.
+    """Return the format of matrices with a scheme.
 
-    Quantisation configs do not contain this dtype.
+    Quantisation configs do not contain the dtype of scales, so the usual dtype is assumed.
     """
     reader = READERS[scheme.reader]
     usual = "bfloat16" if scheme.exponent_scales else reader.usual_scale_dtype
@@ -229,8 +230,9 @@ def _is_scanning_faster(config: LlamaConfig, sharding: Sharding) -> bool:
     """
     device = _device(config, sharding)
     if device.platform == "tpu":
-        # For the kernel that reads the weights of experts, XLA copies them out of the stack. On TPU
-        # 7x, XLA changes the layout of all stacked weights in each step.
+        # A kernel multiplies by the weights of experts. XLA would copy them out of the stack as
+        # inputs of this kernel. On TPU 7x, XLA would change the layout of all stacked weights in
+        # each step.
         return not config.num_experts and "7x" not in device.device_kind
     # The CPU kernels read weights in the stack, but not in programs that run on several devices.
     return sharding is None and reads_stacked_weights(device.platform)

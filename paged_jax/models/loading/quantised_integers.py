@@ -103,7 +103,7 @@ class BitsandbytesInt8Matrix(ModuleMatrix):
 class IntegerMatrix(ModuleMatrix):
     """Base class of matrices of unsigned integers with a zero point for each scale."""
 
-    # Name endings of the tensors with the zero points and with the group of each input.
+    # Name endings of two tensors: one holds the zero points, one the group of each input.
     zeros: ClassVar[str]
     group_of_input: ClassVar[str] = ""
 

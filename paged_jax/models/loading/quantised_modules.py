@@ -40,7 +40,7 @@ _INTEGER_FACTORS = {"int4": 1, "uint4": 1, "e2m1": 2}
 
 
 class GroupScales(NamedTuple):
-    """Scales and minima of some rows, for the groups of inputs as the file defines them.
+    """Scales and minima of some rows, one for each group of inputs in the file.
 
     Attributes:
       scales: floats ``[rows, groups]``.
@@ -52,13 +52,13 @@ class GroupScales(NamedTuple):
 
 
 class GroupLayout(NamedTuple):
-    """Conversion of the input order and groups of a file to those of `WeightArrays`.
+    """Conversion of a matrix's input order and groups from a file to `WeightArrays`.
 
     Attributes:
       stored: for each input, the index of its group in the file.
-      order: for each column of the result, the index of the input; None for the order of the file.
-      group_size: number of inputs per group of the result.
-      groups: for each group of the result, the index of the group in the file.
+      order: for each column in `WeightArrays`, the index of the input; None for no reordering.
+      group_size: number of inputs per group in `WeightArrays`.
+      groups: for each group in `WeightArrays`, the index of the group in the file.
     """
 
     stored: np.ndarray
@@ -89,13 +89,14 @@ class GroupLayout(NamedTuple):
         )
 
     def spread(self, groups: np.ndarray) -> np.ndarray:
-        """Convert numbers of the file's groups to float32 that broadcasts with `by_group`.
+        """Reorder the groups of a file, so that the result broadcasts with that of `by_group`.
 
         Args:
           groups: ``[rows, groups]``, one number for each group in the file.
 
         Returns:
-          An array whose shape broadcasts with the result of `by_group`.
+          The numbers in float32: ``[rows, groups, 1]``, with the groups of `WeightArrays`, or
+          ``[rows, in]`` if the inputs are reordered.
         """
         groups = groups.astype(np.float32)
         return groups[:, self.groups, None] if self.order is None else groups[:, self.stored]
@@ -156,8 +157,8 @@ class ModuleMatrix(QuantisedTensor):
         for end in parts:
             if end not in cls.required + cls.optional:
                 raise WeightsError(
-                    f"load_weights: {parts[end].name} is not a tensor of the format "
-                    f"{scheme.reader}, which the quantisation config states."
+                    f"load_weights: {parts[end].name} does not exist in the format "
+                    f"{scheme.reader}, which the quantisation config states for this matrix."
                 )
         first = parts[cls.required[0]]
         matrix = cls(first.path, name, (), scheme.reader, parts, scheme)
@@ -197,25 +198,29 @@ class ModuleMatrix(QuantisedTensor):
         return None
 
     def _read_values(self, rows: slice) -> np.ndarray:
-        """Read the values of rows, ``[rows, in]``, one per byte also if they have 4 bits."""
+        """Read the values of rows, ``[rows, in]``. 4-bit values take one byte each."""
         pairs = self._read_pairs(rows)
         if pairs is None:
             return self.parts[self.required[0]].read_raw((rows,))
         return low_nibbles_first(pairs)
 
     def _read_pairs(self, rows: slice) -> np.ndarray | None:
-        """Read 4-bit values as pairs in bytes, uint8 ``[rows, in / 2]``, the first in low bits.
+        """Read 4-bit values without unpacking them, uint8 ``[rows, in / 2]``.
 
-        Returns None if the file does not store neighbouring inputs in the same byte.
+        A byte holds two neighbouring inputs, the first in the low bits. If the file does not store
+        values in this way, the result is None.
         """
         return None
 
     def _read_groups(self, rows: slice) -> GroupScales:
-        """Read the scales and minima of rows, for the groups as the file defines them."""
+        """Read the scales and minima of rows, one for each group of inputs in the file."""
         raise NotImplementedError
 
     def _group_index(self) -> np.ndarray:
-        """Return the group of each input in the file; by default a group is consecutive inputs."""
+        """Return the group of each input in the file.
+
+        By default, each group consists of `_group_size` consecutive inputs.
+        """
         return np.arange(self.shape[1]) // self._group_size
 
     @functools.cached_property
@@ -279,7 +284,10 @@ class ModuleMatrix(QuantisedTensor):
         return self._layout.multiply(numbers, groups)
 
     def _check_part(self, end: str, dtypes: Iterable[str], *shapes: tuple[Any, ...]) -> None:
-        """Check that the tensor with the name ending `end` has one of the dtypes and shapes."""
+        """Check the dtype and shape of the tensor with the name ending `end`.
+
+        Both must be among the given ones.
+        """
         part, dtypes = self.parts[end], (*dtypes,)
         if part.dtype not in dtypes or part.shape not in shapes:
             wanted = " or ".join(str([*shape]) for shape in dict.fromkeys(shapes))

@@ -44,7 +44,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 # Suffixes of files with pickled weights. They are never read, because unpickling can run code.
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-# Wrappers of PyTorch models, by the part that they add to the names of tensors.
+# Wrappers of PyTorch models, by the text that they add to the names of tensors.
 _WRAPPERS = {
     "_orig_mod.": "torch.compile",
     "pretrained_model.": "a TRL model with a value head",
@@ -160,10 +160,10 @@ def name_tensors(
 
 
 def _join_convolutions(named: dict[str, StoredTensor], config: LlamaConfig) -> None:
-    """Join a mixer's convolution tensors if they do not match queries, keys and values.
+    """Join the tensors of a mixer's convolution if transformers has split it into equal parts.
 
-    When transformers saves a model, it splits a fused convolution into three tensors of equal size.
-    These tensors have other sizes than the queries, keys and values.
+    Other files have three tensors for queries, keys and values, which differ in size. But when
+    transformers saves a model, it splits the fused convolution into three tensors of equal size.
     """
     for layer, layer_config in enumerate(config.layer_configs):
         if layer_config.mixer is None:
@@ -225,8 +225,9 @@ def check_counts(
 def _check_count(key: str, wanted: int, found: list[int]) -> None:
     if max(found, default=0) < wanted:
         raise WeightsError(
-            f"load_weights: {key} must be at most {max(found, default=0)}, the number in the "
-            f"weight files, got {wanted}. Download the missing files, or correct config.json."
+            f"load_weights: {key} must be at most {max(found, default=0)}, because the weight "
+            f"files contain no more, got {wanted}. Download the missing files, or correct "
+            "config.json."
         )
 
 
@@ -280,7 +281,10 @@ def _explain_duplicate(name: str, first: StoredTensor, second: StoredTensor) -> 
 
 
 def _explain_damage(path: Path) -> str:
-    """Describe a file that is not in safetensors format; an empty string if it is unknown."""
+    """Describe a file that is not in safetensors format.
+
+    If its content is not recognised, return an empty string.
+    """
     try:
         with path.open("rb") as file:
             head = file.read(64).lstrip()

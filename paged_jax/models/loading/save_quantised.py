@@ -203,7 +203,11 @@ def _floats(name: str, arrays: WeightArrays, format: WeightFormat) -> QuantisedM
 
 
 def _find_blocks(scales: np.ndarray, group_size: int) -> tuple[int, np.ndarray] | None:
-    """Return size and scales of square blocks with one scale each; None if there are none."""
+    """Group scales by square blocks, if all scales of each block are equal.
+
+    Returns:
+      The size of a block, and the scale of each block; None if the scales do not form blocks.
+    """
     num_rows, num_groups = scales.shape
     for size in (_BLOCK, group_size):
         step = max(1, size // group_size)
@@ -250,9 +254,8 @@ def _nvfp4(name: str, arrays: WeightArrays, format: WeightFormat) -> QuantisedMo
 def _divide_scales(scales: np.ndarray) -> tuple[np.ndarray, np.float32] | None:
     """Find fp8 scales and a factor with ``fp8_scales / factor == scales``; None if impossible.
 
-    In most files, the largest scale of a matrix is stored as the largest fp8 number. If several
-    matrices share a factor, this is not the case. So the function tries all fp8 numbers for the
-    largest scale.
+    In most files, the largest scale of a matrix is stored as the largest fp8 number. But if several
+    matrices share a factor, it may be stored as any fp8 number, so the function tries all of them.
     """
     largest = scales.max()
     if largest == 0:
@@ -352,9 +355,9 @@ class QuantisedWriter:
 
 
 def expert_rows(array: np.ndarray, mappings: list[TensorMapping]) -> np.ndarray:
-    """Return the rows of a tensor of all experts, ``[X, out, columns]``.
+    """Return the rows of one Hugging Face tensor of all experts, ``[X, out, columns]``.
 
-    The arguments are as in `rows_of`, but the mapping has axes.
+    The arguments are as in `rows_of`, except that there is one mapping, which has `axes`.
     """
     (mapping,) = mappings
     assert mapping.axes is not None
@@ -371,7 +374,7 @@ def rows_of(array: np.ndarray, mappings: list[TensorMapping]) -> np.ndarray:
 
     Args:
       array: array of the parameter (values, scales or minima), with any number of columns.
-      mappings: mappings of the parameter to the tensor, all without `axes`.
+      mappings: the parameter's mappings to this tensor. Their field `axes` must be None.
     """
     parts = []
     for mapping in sorted(mappings, key=lambda each: each.first_row):

@@ -157,10 +157,11 @@ class StoredMatrix:
         return common_format(formats, self.shape[-1]) == self.format
 
     def _keep(self, starts: Shape, stops: Shape) -> Iterator[tuple[Index, Any, WeightArrays]]:
-        """Yield arrays of the files, converted to the matrix's format without rounding.
+        """Yield quantised arrays of the files, converted to the matrix's format without rounding.
 
         Yields:
-          The index of a part of the result, an index into this part, and the arrays to put there.
+          Two indices and the arrays to write. The first index selects a part of the result, the
+          second selects elements of this part.
         """
         for mapping, part, place in _overlaps(self.mappings, starts, stops):
             tensor = self.stored[mapping.tensor]
@@ -169,7 +170,7 @@ class StoredMatrix:
                 yield place, index, convert(arrays, tensor.format, self.format)
 
     def _quantise(self, starts: Shape, stops: Shape) -> Iterator[tuple[Index, Any, WeightArrays]]:
-        """Yield the floats of the files, quantised to the matrix's format, as `_keep` does."""
+        """Yield arrays like `_keep`, made by quantising the floats of the files."""
         step = max(1, READ_ELEMENTS // math.prod(self.shape[1:]))
         for first in range(starts[0], stops[0], step):
             last = min(first + step, stops[0])
@@ -182,7 +183,11 @@ class StoredMatrix:
 def _read_rows(
     tensor: StoredTensor, mapping: TensorMapping, part: Index
 ) -> Iterator[tuple[Any, WeightArrays]]:
-    """Read a part of a mapping's box; yield the index and the arrays of some rows at a time."""
+    """Read a part of a mapping's box, some rows at a time.
+
+    Yields:
+      The index of the rows in the part, and their arrays.
+    """
     for rows, index in _runs_of_rows(mapping, part, tensor.shape[-1]):
         yield index, tensor.read_arrays(rows)
 
@@ -292,7 +297,7 @@ def _runs_of_rows(
 def _overlaps(
     mappings: list[TensorMapping], starts: Shape, stops: Shape
 ) -> Iterator[tuple[TensorMapping, Index, Index]]:
-    """Yield the mappings with boxes that overlap a part of a parameter.
+    """Find the mappings that fill some elements of a part of a parameter.
 
     Args:
       mappings: mappings of the parameter.
@@ -300,7 +305,7 @@ def _overlaps(
       stops: index after the end of the part in the same dimensions.
 
     Yields:
-      A mapping, the index of the overlap in its box, and the index of the overlap in the part.
+      A mapping, the index of these elements in its box, and their index in the part.
     """
     for mapping in mappings:
         low = tuple(map(max, starts, mapping.box_start))
@@ -391,7 +396,7 @@ def choose_formats(
 
 
 def _num_parts(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> int:
-    """Return the number of parts into which the placement divides the inputs of a matrix."""
+    """Return the number of devices over which the placement divides a matrix's inputs."""
     placement = spec.sharding_of(name, shape)
     return 1 if placement is None else shape[-1] // placement.shard_shape(shape)[-1]
 
@@ -416,7 +421,7 @@ class MatrixReader:
         return self._first(matrix_name(name)) in self._matrices
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """Read a part of a parameter.
+        """Read a part of a parameter that belongs to a quantised matrix.
 
         Args:
           name: name of the parameter, such as ``"layers.0.o_proj_scale"``, or

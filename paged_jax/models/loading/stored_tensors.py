@@ -163,7 +163,7 @@ class JoinedTensor(StoredTensor):
 
     @classmethod
     def of_pieces(cls, name: str, pieces: tuple[StoredTensor, ...]) -> "JoinedTensor":
-        """Create a joined tensor. All pieces must have the same dtype and shape of a row."""
+        """Create a joined tensor. All pieces must have rows of the same dtype and shape."""
         first = pieces[0]
         shape = (sum(piece.shape[0] for piece in pieces), *first.shape[1:])
         return cls(first.path, name, shape, first.dtype, pieces)
@@ -312,7 +312,7 @@ class TensorMapping:
 
     @property
     def rows(self) -> np.ndarray:
-        """For each index of the box's first `num_row_axes` dimensions, the row of the tensor."""
+        """Row of the tensor for each position in the box's first `num_row_axes` dimensions."""
         shape = self.box_shape[: self.num_row_axes]
         rows = self.first_row + np.arange(math.prod(shape)).reshape(shape)
         return _reorder(rows, self.row_order, self.num_row_axes)

@@ -31,8 +31,8 @@ _INNER = (
     "altup_projections.", "altup_unembed_projections.",
 )  # fmt: skip
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
-# Tensors that are ignored in layers that read the keys and values of another layer. Some files
-# contain such tensors.
+# Tensors that layers do not use if they read the keys and values of another layer. Some files
+# contain these tensors anyway, so they are ignored.
 _OF_KV = re.compile(r"self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
 
 # Default tensor name of each attention and MLP weight. A family may use other names.
@@ -286,7 +286,7 @@ def _qkv_mappings(
     *,
     is_bias: bool = False,
 ) -> Mappings:
-    """Return the mappings of ``qkv_proj`` or ``qkv_bias`` to one fused or three tensors.
+    """Return the mappings of ``qkv_proj`` or ``qkv_bias`` to one fused tensor or to three.
 
     Files may have a fused tensor for the weights, but not for the biases. `row_order` is the result
     of `head_order`.
@@ -329,7 +329,7 @@ def _mixer_mappings(
     """
     mappings: dict[str, Mappings] = {}
     for name, shape in mixer.shapes(hidden_size).items():
-        rest = shape[1:] if len(shape) == 4 else ()  # vectors are 1-D, or have the same shape
+        rest = shape[1:] if len(shape) == 4 else ()  # files keep 4-D vectors, and flatten others
         if name == "mixer_conv" or name.endswith("_proj"):
             rest = shape[-1:] if name.endswith("_proj") else shape[-2:]
         if name in names:
@@ -413,7 +413,7 @@ def _expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[str, Ma
             "experts_down_proj": _all_experts(last, (X, F, E), (0, 2, 1)),
         }
     if "experts_gate_up_proj" in names and experts != "separate":
-        # In the file, matrices are [in, out]. The columns of gates and features alternate.
+        # In the file, matrices are [in, out]. Columns of the gate and the up projection alternate.
         first, last = names["experts_gate_up_proj"], names["experts_down_proj"]
         bias = names["experts_gate_up_bias"]
         return mappings | {
@@ -445,7 +445,7 @@ def _all_experts(
 
     Args:
       tensor: name of the tensor.
-      split: shape of the tensor, in which gates and features have their own dimension of size 2.
+      split: shape of the tensor, with a dimension of size 2 for the gate and the up projection.
       axes: for each dimension of the parameter, the index of the dimension in `split`.
       merged: index of a dimension of `split` that the file merges with the next dimension; None if
         the file merges no dimensions.
@@ -477,7 +477,7 @@ def _each_expert(
 
 
 def _fused_expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[str, Mappings]:
-    """Return the mappings of router and experts, if tensors contain all experts."""
+    """Return the mappings of router and experts for files with one tensor for all experts."""
     E, F, X = config.expert_inputs, config.moe_intermediate_size, config.num_experts
     names = {**_EXPERTS, **_family_tensors(config, experts)}
     router, bias, up = (
