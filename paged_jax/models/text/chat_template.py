@@ -259,10 +259,10 @@ def check_variables(variables: object) -> Mapping[str, object]:
 
 
 class _Arguments(dict[str, Any]):
-    """Arguments of a tool call: a dict that acts as its JSON text if ``+`` joins it to a string.
+    """Arguments of a tool call: a dict that becomes its JSON text when it is added to a string.
 
-    Most templates expect an object. Others concatenate the arguments with strings, for which they
-    need the original JSON text.
+    Most templates expect an object. Other templates concatenate strings and the arguments with
+    ``+``. For them, the dict is replaced by the original JSON text.
     """
 
     def __init__(self, arguments: Mapping[str, object], text: str):
@@ -307,7 +307,7 @@ def _as_templates_expect(given: Any, takes_parts: bool) -> dict[str, Any]:
 
 
 def _with_contents(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages, with an empty content in messages without a content."""
+    """Return the messages, and set missing contents to an empty string."""
     return [{"content": "", **message} for message in chat]
 
 

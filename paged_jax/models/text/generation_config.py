@@ -59,7 +59,7 @@ class GenerationConfig:
       path: the file that was read; None if the folder has no such file.
       eos_token_ids: tokens that end a text.
       sampling_defaults: recommended values, by their names in `SamplingParams`. If the file does
-        not say how to sample, it contains none of the `DRAWING_OPTIONS`.
+        not say how to sample, there are no values for the `DRAWING_OPTIONS`.
       suppress_tokens: tokens that are never generated.
       begin_suppress_tokens: tokens that must not be the first generated token.
       bad_words_ids: tokens that are never generated, except end tokens among them.
@@ -102,7 +102,7 @@ class GenerationConfig:
         return fields
 
     def token_bias(self, eos_token_ids: Collection[int], vocab_size: int) -> TokenBias:
-        """Return the biases of tokens that follow from suppressed tokens and `sequence_bias`.
+        """Return the bias of each token, from the suppressed tokens and `sequence_bias`.
 
         Args:
           eos_token_ids: tokens that end a text.

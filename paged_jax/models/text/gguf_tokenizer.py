@@ -23,8 +23,8 @@ _PREFIX = "tokenizer.ggml."
 # Types of tokens in `token_type`.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece vocabularies
-# This limit is far above the length of any real token. It is needed because `_merges` tries every
-# split of every token.
+# Maximum number of characters of a token, far above the length of any real token. A limit is needed
+# because `_merges` tries every split of every token.
 _MAX_PIECE_LENGTH = 512
 # For each special token of Hugging Face tokenizers, the key of its id in the file.
 _NAMED = {
@@ -210,7 +210,10 @@ class _TokenizerReader:
     def _add_ends(
         self, backend: tokenizers.Tokenizer, named: Mapping[str, str], adds_bos: bool
     ) -> None:
-        """Make the tokenizer add BOS and EOS to texts, as the file or `adds_bos` determines."""
+        """Make the tokenizer add BOS and EOS to texts if the file says so.
+
+        If the file does not say whether to add BOS, `adds_bos` decides.
+        """
         before, after = [], []
         if _flag(self._get("add_bos_token"), adds_bos) and "bos_token" in named:
             before = [named["bos_token"]]
@@ -256,7 +259,7 @@ class _TokenizerReader:
         return None if index is None else self._tokens[index]
 
     def _numbers(self, key: str, default: np.ndarray | None, value: Any) -> np.ndarray:
-        """Return `value`, after checking that it has a number for each token.
+        """Check that the array `value` has a number for each token, and return these numbers.
 
         If `value` is None, return `default`.
         """
@@ -292,7 +295,10 @@ _SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 
 
 def _cl100k(digits: str) -> str:
-    """Return the regular expression of GPT-4's tokenizer; `digits` matches words of digits."""
+    """Return the regular expression of GPT-4's tokenizer.
+
+    `digits` is the regular expression for words of digits.
+    """
     return (
         rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
         rf"|\s*[\r\n]+|{_SPACES}"
@@ -300,10 +306,11 @@ def _cl100k(digits: str) -> str:
 
 
 def _o200k(digits: str, suffixes: str) -> str:
-    """Return the regular expression of GPT-4o's tokenizer, with expressions for some words.
+    """Return the regular expression of GPT-4o's tokenizer, which also splits before capitals.
 
-    It splits words before capital letters. `digits` matches words of digits, and `suffixes` matches
-    suffixes such as "'s".
+    Args:
+      digits: regular expression for words of digits.
+      suffixes: regular expression for suffixes such as "'s".
     """
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     lead = r"[^\r\n\p{L}\p{N}]?"
@@ -321,7 +328,7 @@ class PreTokenizer:
       expressions: regular expressions that match words. They are applied one after the other.
       ignores_merges: whether a word that is in the vocabulary becomes one token, even if the merges
         would split it.
-      adds_bos: whether BOS is added before texts, if the file does not say it.
+      adds_bos: whether to add BOS before texts if the file does not say whether to add it.
     """
 
     expressions: tuple[str, ...]

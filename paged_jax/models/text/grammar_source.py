@@ -18,8 +18,8 @@ MANY_LABELS = 1000
 _LABELS = re.compile(r'"(enum|anyOf|oneOf)"\s*:\s*(?=\[)')
 # Keys that a label in a union may have, as in {"const": "a", "title": "The first"}.
 _LABEL_KEYS = {"const", "type", "title", "description"}
-# Limit on the characters that are parsed in unions without labels, as a multiple of the length of
-# the text.
+# Limit on the work for unions without labels: the number of characters that are parsed in them, as
+# a multiple of the length of the text.
 _MAX_WASTE = 8
 # Characters that JSON escapes.
 _ESCAPED = re.compile(r'["\\\x00-\x1f\x7f]')
@@ -107,11 +107,11 @@ def without_descriptions(constraint: StructuredOutputsParams) -> StructuredOutpu
 
 
 def split_labels(constraint: StructuredOutputsParams, text: str) -> tuple[Sequence[Any], str]:
-    """Find the labels of a constraint; also return its text with only one label per enum.
+    """Find the labels of a constraint, which the module docstring defines.
 
-    The text keeps one label for each enum or union of labels.
-
-    For a ``choice``, it is returned unchanged. The module docstring defines labels.
+    Returns:
+      The labels, and the text with only the first label of each enum or union. For a ``choice``,
+      the text is unchanged.
     """
     if constraint.choice is not None:
         return constraint.choice, text
@@ -119,7 +119,7 @@ def split_labels(constraint: StructuredOutputsParams, text: str) -> tuple[Sequen
     shorter, end, num_wasted = "", 0, 0
     for match in _LABELS.finditer(text):
         start = match.end()
-        if start < end:  # inside an enum that was already parsed
+        if start < end:  # inside an enum or union that was already parsed
             continue
         # Stop reading unions after a while: in a hostile schema with nested unions, each outer
         # union would read the inner unions again.

@@ -28,7 +28,7 @@ class _SchemaKeys(NamedTuple):
     single: tuple[str, ...]
 
     def replace(self, schema: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
-        """Replace each schema that is directly inside `schema` by ``function(inner)``."""
+        """Return `schema` after replacing each schema directly inside it by ``function(inner)``."""
         new = dict(schema)
         for name, part in schema.items():
             if name in self.mappings and isinstance(part, Mapping):
@@ -117,7 +117,7 @@ def _closed(schema: Any) -> Any:
 _OBJECT_KEYS = {"type", "properties", "required", "additionalProperties"}
 DEFINITIONS = ("$defs", "definitions")
 """Keys of a schema with definitions that its other parts may refer to."""
-# Keys that are kept in a schema when its parts are joined.
+# Keys that stay in a schema when its `allOf` is joined.
 _KEPT = frozenset((*DEFINITIONS, "x-guidance"))
 # Maximum number of characters that merging may add by repeating definitions, as a multiple of the
 # size of the schema.
@@ -154,11 +154,11 @@ class _Merger:
 
     def __init__(self, root: Any):
         self._root = root
-        self._room: int | None = None  # number of characters that may be repeated
-        self._active: list[str] = []  # references to the schemas that are being merged
+        self._room: int | None = None  # characters of definitions that may still be repeated
+        self._active: list[str] = []  # references that are being followed, to detect recursion
 
     def merge(self, schema: Any) -> Any:
-        """Return a schema after joining the objects of each `allOf`, if possible."""
+        """Join the objects of each `allOf` in a schema, where possible; return the new schema."""
         if not isinstance(schema, Mapping):
             return schema
         new = _ALL.replace(schema, self.merge)
@@ -182,12 +182,15 @@ class _Merger:
         return {**self._joined(found), **kept} if len(found) == len(objects) else new
 
     def _object(self, part: Any, *, is_beside: bool = False) -> dict[str, Any] | None:
-        """Return an object schema if it can be joined with others, otherwise None.
+        """Return `part` as an object schema that can be joined with others.
 
         Args:
-          part: the schema, or a reference to it.
-          is_beside: whether `part` consists of the keys beside an `allOf`. Only these may forbid
-            additional properties.
+          part: a schema, or a reference to a schema.
+          is_beside: whether `part` consists of the keys beside an `allOf`. Only these keys may
+            forbid additional properties.
+
+        Returns:
+          The object schema without annotations. None if `part` cannot be joined.
         """
         reference = part.get("$ref") if isinstance(part, Mapping) else None
         if isinstance(reference, str) and not part.keys() - {"$ref"} - _ANNOTATIONS:
@@ -227,7 +230,7 @@ class _Merger:
         return found
 
     def _joined(self, objects: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return an object schema with all properties and required properties of the given ones."""
+        """Join object schemas: the result has the properties and required properties of all."""
         new: dict[str, Any] = {}
         properties: dict[str, Any] = {}
         required: dict[str, None] = {}
@@ -289,6 +292,6 @@ def argument_schemas(parameters: Mapping[str, Any]) -> dict[str, Any]:
 def is_text(schema: Any) -> bool:
     """Return whether a schema describes a string.
 
-    In formats with tags, strings are written without quotes.
+    This matters in formats with tags, which write strings without quotes.
     """
     return isinstance(schema, Mapping) and schema.get("type") == "string"

@@ -78,7 +78,7 @@ class ReasoningFormat:
     def constrain(
         self, constraint: StructuredOutputsParams, start: Start
     ) -> StructuredOutputsParams:
-        """Return a constraint that allows any reasoning, and then requires `constraint`."""
+        """Return a constraint that allows any reasoning before a text that matches `constraint`."""
         if start == "answer":
             return constraint
         rules = {

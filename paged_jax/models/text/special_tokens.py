@@ -50,11 +50,11 @@ class TokenizerError(ValueError):
 def add_special_tokens(
     backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, object]
 ) -> dict[str, str]:
-    """Add special tokens that the files next to ``tokenizer.json`` define to a tokenizer.
+    """Add the special tokens of the files next to ``tokenizer.json`` to a tokenizer.
 
-    Tokens with ids in the files are added first, in the order of the ids. Then tokens with a
-    name, and other special tokens are added. A token that is not in the vocabulary gets the next
-    free id.
+    Tokens for which the files state ids are added first, in the order of the ids. Then tokens with
+    a name are added, and then all other special tokens. A token that is not in the vocabulary gets
+    the next free id.
 
     Args:
       backend: the tokenizer of ``tokenizer.json``. It is modified.
@@ -124,10 +124,10 @@ def _check_ids(
 def set_post_processor(
     backend: tokenizers.Tokenizer, config: Mapping[str, object], special_tokens: Mapping[str, str]
 ) -> None:
-    """Make a tokenizer add BOS and EOS to texts or not, as ``tokenizer_config.json`` says.
+    """Set whether a tokenizer adds BOS and EOS to texts, as ``tokenizer_config.json`` says.
 
-    If BOS and EOS are the same token, nothing is changed, as in transformers: it would not be clear
-    which of the two ``tokenizer.json`` adds.
+    If BOS and EOS are the same token, nothing is changed, as in transformers. In this case, it is
+    not clear whether the token that ``tokenizer.json`` adds is meant as BOS or as EOS.
 
     Args:
       backend: the tokenizer. It is modified.
@@ -237,7 +237,7 @@ def _read_special_tokens(folder: Path, config: Mapping[str, object]) -> _Special
 def _named_and_extra(
     path: Path, config: Mapping[str, object]
 ) -> tuple[dict[str, tokenizers.AddedToken], list[tokenizers.AddedToken]]:
-    """Read the special tokens of a file: tokens by name, and other tokens."""
+    """Read the special tokens of a file: a dict of tokens by name, and a list of other tokens."""
     tokens = {key: config[key] for key in _NAMES if config.get(key) is not None}
     for key, value in config.items():
         if key not in _NAMES and key.endswith("_token") and isinstance(value, str | Mapping):

@@ -35,7 +35,7 @@ from paged_jax.models.text.tool_formats import ToolFormat, ToolSupport, find_sup
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Maximum number of bytes at the end of a text that may be an incomplete UTF-8 character.
 _MAX_OPEN_BYTES = 3
-# Maximum number of tokens to hold back. Real texts need fewer.
+# Maximum number of tokens with text that is held back until it is final. Real texts need fewer.
 _MAX_PENDING = 16
 # Names of the tokens for single bytes in tokenizers with byte fallback.
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
@@ -332,7 +332,7 @@ class Tokenizer:
         """
         text = self.decode([token_id], skip_special_tokens=False, continues_text=True)
         if _REPLACEMENT in text:
-            # Parts of characters are not visible in the decoded text, but in the token's name.
+            # Decoded text does not show the bytes of incomplete characters, but token names do.
             [name] = self.spell([token_id])
             if "ByteLevel" in self._decoder_types and _BYTE_OF.keys() >= set(name):
                 return bytes(_BYTE_OF[char] for char in name)
@@ -373,7 +373,7 @@ class Tokenizer:
     def _find_anchor(self) -> tuple[int, int]:
         """Find the anchor token of `_decode`; return its id and the length of its text."""
         letters = map(self.backend.token_to_id, string.ascii_letters)
-        # The anchor must be a word: byte tokens combine with next bytes, and spaces are dropped.
+        # Use a word: a byte token would combine with the next bytes, and a space may be dropped.
         for token_id in itertools.chain(letters, range(self.vocab_size)):
             if token_id is not None and (text := self.backend.decode([token_id])).isalnum():
                 return token_id, len(text)
@@ -385,7 +385,8 @@ class Detokenizer:
 
     Text is returned as soon as later tokens cannot change it. The concatenation of all returned
     texts equals the result of `Tokenizer.decode`. The cost of a token does not depend on the number
-    of tokens before it. (`tokenizers.DecodeStream` fails after invalid UTF-8 bytes.)
+    of tokens before it. `tokenizers.DecodeStream` has the same purpose, but it fails after invalid
+    UTF-8 bytes.
 
     Args:
       tokenizer: the tokenizer.
@@ -439,12 +440,12 @@ class Detokenizer:
         """
         if not self._continues_text:
             return None
-        # The library omits the same tokens as `push` does.
+        # `_decode` omits special and unknown tokens, like `push`.
         text = self._decode([*self._pending, *token_ids], True)
         return None if _REPLACEMENT in text else text
 
     def accept(self) -> None:
-        """Append the tokens of the last `peek`. Its result must not have been None."""
+        """Append the tokens of the last call of `peek`, which must not have returned None."""
         self._pending.clear()
 
     def finish(self) -> str:
@@ -453,7 +454,7 @@ class Detokenizer:
         return self._hand_out(text, len(self._pending))
 
     def _settle(self, text: str) -> str:
-        """Return the part of `text` that is final, if its last character is not complete."""
+        """Return the final part of `text`, which ends with an incomplete or invalid character."""
         count = len(self._pending)
         splits = [self._split(at) for at in range(1, count)]
         for head, tail in splits:
@@ -462,13 +463,14 @@ class Detokenizer:
                 return self._hand_out(head + tail, count)
         if count <= _MAX_OPEN_BYTES:
             return ""
-        # If no character is divided by a split, the text before the split is final.
+        # A split of the tokens does not divide a character if the texts of both parts give `text`.
+        # The text before such a split is final.
         places = (at for at, parts in enumerate(splits, 1) if "".join(parts) == text)
         at = next(places, count - _MAX_OPEN_BYTES if count >= _MAX_PENDING else 0)
         return self._hand_out(splits[at - 1][0], at) if at else ""
 
     def _split(self, at: int) -> tuple[str, str]:
-        """Return the texts of the first `at` pending tokens and of the others."""
+        """Return the text of the first `at` pending tokens, and the text of all later tokens."""
         head = self._decode(self._pending[:at], self._continues_text)
         return head, self._decode(self._pending[at:], self._continues_text or bool(head))
 

@@ -65,7 +65,7 @@ class ToolFormat:
 
     @property
     def mark(self) -> str:
-        """Tag or special token at the start of the first call; empty if there is none.
+        """Tag or special token with which the first call begins.
 
         If it is empty, calls are recognised only at the start of an answer.
         """
@@ -101,9 +101,10 @@ class ToolSupport:
     format: ToolFormat | None = None
 
     def with_special_tokens(self, token_ids: Mapping[str, int]) -> "ToolSupport":
-        """Return a copy in which the format has the ids of the special tokens in its texts.
+        """Return a copy in which `ToolFormat.special_tokens` is set.
 
-        `token_ids` are the ids of all special tokens by name.
+        `token_ids` are the ids of all special tokens by name. The format gets the special tokens
+        that occur in its texts.
         """
         if self.format is None:
             return self
@@ -112,9 +113,9 @@ class ToolSupport:
         return replace(self, format=replace(self.format, special_tokens=found))
 
 
-# Parts of the chat that is rendered to detect the format. Its texts can be found in the result.
-# Some templates require descriptions of all functions and arguments, and tool-call ids of nine
-# letters or digits.
+# Contents of the chat that is rendered to detect the format. They are unusual texts, so that they
+# can be found in the rendered chat. Some templates require descriptions of all functions and
+# arguments, and tool-call ids of nine letters or digits.
 _NAMES = ("probed_function", "other_function")
 _KEYS = ("key_a", "key_b")
 _VALUE, _NUMBER, _TEXT = "probed value", 27182, "\N{SNOWMAN}"
@@ -160,7 +161,7 @@ def find_support(render: Callable[..., str]) -> ToolSupport:
         try:
             return render([_QUESTION, *answer], tools=_TOOLS, add_generation_prompt=not answer)
         except ValueError:
-            return None  # treated as support, so that a real chat gets the template's error
+            return None  # tools count as supported, so that a real chat gets the template's error
 
     asked = rendered()
     text = rendered({"role": "assistant", "content": _TEXT})
@@ -260,9 +261,9 @@ def _gap(called: str, twice: str | None, head: str) -> str | None:
 
 
 def _with_arguments(call: _Call) -> ToolFormat | None:
-    """Derive the format of the arguments; None if it cannot be recognised.
+    """Derive the format of a call's arguments; None if it cannot be recognised.
 
-    In the result, the texts before the name and around several calls are not set.
+    The result has no texts yet for `before_name`, `opening`, `between` and `closing`.
     """
     if found := _JSON.fullmatch(call.arguments):
         return ToolFormat("", call.after_name, call.after, separators=(found[2], found[1]))
@@ -294,7 +295,9 @@ def _with_arguments(call: _Call) -> ToolFormat | None:
 
 
 def _with_affixes(format: ToolFormat, gap: str | None, before: str) -> ToolFormat | None:
-    """Add texts before names and around calls to a format; None if calls cannot be recognised.
+    """Complete a format by the texts before and between calls, and around all calls.
+
+    The result is None if calls in this format cannot be recognised.
 
     Args:
       format: format of the arguments; its `after_arguments` is all text after them.
@@ -327,7 +330,7 @@ def _with_affixes(format: ToolFormat, gap: str | None, before: str) -> ToolForma
 
 
 def _with_ids(format: ToolFormat) -> ToolFormat:
-    """Replace the known id and the indices of calls in a format's texts by placeholders."""
+    """Replace tool-call ids and indices of calls in a format's texts by placeholders."""
     texts = {
         name: value.replace(_PROBE_ID, ID) for name, value in vars(format).items()
         if isinstance(value, str)
@@ -339,7 +342,7 @@ def _with_ids(format: ToolFormat) -> ToolFormat:
 
 
 def _common_prefix(first: str, second: str) -> str:
-    """Return the longest common prefix of two texts that does not end inside of a tag."""
+    """Return the longest common prefix of two texts, without a part of a tag at its end."""
     size = next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
         min(len(first), len(second)),
@@ -350,7 +353,7 @@ def _common_prefix(first: str, second: str) -> str:
 
 
 def _common_suffix(first: str, second: str) -> str:
-    """Return the longest common suffix of two texts that does not begin inside of a tag."""
+    """Return the longest common suffix of two texts, without a part of a tag at its start."""
     size = 0
     while size < min(len(first), len(second)) and first[-1 - size] == second[-1 - size]:
         size += 1

@@ -87,7 +87,7 @@ class _Writer:
         self._names = itertools.count()
 
     def start(self, is_required: bool, is_parallel: bool, answer: str | None) -> list[str]:
-        """Return the rules for a whole answer, and for a block of calls in it."""
+        """Return two rules: ``start`` for a whole answer, ``block`` for the calls in it."""
         format, mark = self._format, self._format.mark
         rest = (format.opening + format.before_name).removeprefix(mark)
         calls = "call"
@@ -205,8 +205,9 @@ def _python(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     if kind == "null":
         return '"None"'
     if kind in ("string", "integer", "number"):
-        return _json(schema, options)  # JSON and Python write these alike
-    # JSON values without true, false and null are also Python literals. So allow only these.
+        return _json(schema, options)  # JSON and Python write strings and numbers alike
+    # JSON values are also Python literals if they do not contain true, false or null. So allow only
+    # values without them.
     scalar = {"type": ["string", "number"]}
     inner = {"anyOf": [scalar, {"type": "array", "items": scalar}]}
     if kind == "array":
@@ -219,7 +220,7 @@ def _python(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
 def _listed(parts: Sequence[tuple[str, bool]], separator: str) -> str:
     """Return an expression for a list of items in a fixed order, with separators.
 
-    Each item is an expression, and whether the item is required.
+    Each of `parts` is a pair: the expression of an item, and whether the item is required.
     """
     expression, is_optional = "", True
     for item, is_required in reversed(parts):
@@ -308,7 +309,12 @@ class ToolGrammars:
         asked: StructuredOutputsParams,
         tools: Sequence[Tool],
     ) -> StructuredOutputsParams:
-        """Return a constraint that can be compiled, and enforces most of the schemas."""
+        """Return a constraint that can be compiled.
+
+        `asked` is the constraint that enforces all schemas. If it cannot be compiled, simplify or
+        drop as few schemas as possible. ``write(tools)`` returns the constraint for the tools with
+        the remaining schemas.
+        """
         if _failure(self._grammars.compile, asked) is None:
             return asked
         tools = self._supported(tools)

@@ -49,7 +49,7 @@ class ToolReader:
     def __init__(self, format: ToolFormat, tools: Sequence[Tool] = ()):
         self._format = format
         self._functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-        self._schemas: dict[str, dict[str, Any]] = {}  # by the name of the function
+        self._schemas: dict[str, dict[str, Any]] = {}  # schemas of arguments, by function name
         self._buffer = ""
         # Position of the parser: in text, before the name of a call, in arguments, or after
         # arguments.
@@ -210,14 +210,14 @@ class ToolReader:
         return self._leave(is_last or len(rest) > _MAX_HEAD, "")
 
     def _leave(self, is_over: bool, expected: str) -> list[AnswerDelta]:
-        """Continue in the state "text" if the call is complete.
+        """Continue in the state "text" if `is_over` is True, otherwise wait for more text.
 
-        `expected` is a regular expression for text that should still come after the call.
+        `expected` is a regular expression for the text that is still missing after the call.
         """
         if is_over:
             self._place, self._skips_space = "text", True
             if expected:
-                self._buffer = ""  # the rest is the text after a call, which was cut short
+                self._buffer = ""  # the answer ends with the beginning of `expected`: drop it
         return []
 
     def _read_python(self, is_last: bool) -> list[AnswerDelta]:
@@ -267,7 +267,12 @@ class _BracketScanner:
         self.has_begun = False
 
     def push(self, text: str) -> int:
-        """Scan the next piece; return the index after the end, or -1 if the end is not in it."""
+        """Scan the next piece of the text.
+
+        Returns:
+          The index in `text` after the end of the object or list; -1 if the piece does not contain
+          the end.
+        """
         self.has_begun |= bool(text)
         for index, char in enumerate(text):
             if self._quote:
