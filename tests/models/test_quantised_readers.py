@@ -440,7 +440,7 @@ HOSTILE = {
     "gptq: a plain weight too": (
         gptq,
         lambda tensors: {**tensors, "weight": np.zeros((OUT, IN), np.float32)},
-        r"weight is not a tensor of the format gptq",
+        r"weight does not exist in the format gptq",
     ),
     "gptq: no values": (gptq, with_("qweight", lambda x: x[:0]), "must have two dimensions"),
     "packed: absurd shape": (

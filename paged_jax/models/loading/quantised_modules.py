@@ -217,10 +217,7 @@ class ModuleMatrix(QuantisedTensor):
         raise NotImplementedError
 
     def _group_index(self) -> np.ndarray:
-        """Return the group of each input in the file.
-
-        By default, each group consists of `_group_size` consecutive inputs.
-        """
+        """Return the group of each input in the file; by default, inputs are in group order."""
         return np.arange(self.shape[1]) // self._group_size
 
     @functools.cached_property
@@ -284,10 +281,7 @@ class ModuleMatrix(QuantisedTensor):
         return self._layout.multiply(numbers, groups)
 
     def _check_part(self, end: str, dtypes: Iterable[str], *shapes: tuple[Any, ...]) -> None:
-        """Check the dtype and shape of the tensor with the name ending `end`.
-
-        Both must be among the given ones.
-        """
+        """Check that the tensor with the name ending `end` has an allowed dtype and shape."""
         part, dtypes = self.parts[end], (*dtypes,)
         if part.dtype not in dtypes or part.shape not in shapes:
             wanted = " or ".join(str([*shape]) for shape in dict.fromkeys(shapes))
