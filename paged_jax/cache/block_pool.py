@@ -145,7 +145,7 @@ def _ranks(mask: jax.Array) -> jax.Array:
 
 @without_index_checks
 def hold(pool: BlockPool, entries: jax.Array) -> BlockPool:
-    """Increment the reference count of a block once for each of its entries.
+    """Add a reference to a block for each element of `entries`.
 
     Args:
       pool: the pool.
@@ -157,10 +157,11 @@ def hold(pool: BlockPool, entries: jax.Array) -> BlockPool:
 
 @without_index_checks
 def give_back(pool: BlockPool, entries: jax.Array) -> BlockPool:
-    """Decrement reference counts once per entry, and queue the blocks that become free.
+    """Remove a reference to a block for each element of `entries`; queue blocks without references.
 
     Blocks that become free join the free queue in the order of `entries`: cached blocks at its
-    tail, uncached blocks at its head. A repeated id joins at the position of its last entry.
+    tail, uncached blocks at its head. If an id is repeated, its last occurrence determines the
+    order.
 
     Args:
       pool: the pool.

@@ -169,9 +169,10 @@ class PagedCache:
     def replace_states(
         self, update: Callable[..., StateTables], *args: Any, **options: Any
     ) -> "PagedCache":
-        """Return a copy of the cache with updated tables of the recurrent states.
+        """Return a copy of the cache with new tables of the recurrent states.
 
-        They are ``update(tables, *args, **options)``. A cache without states is returned unchanged.
+        The new tables are ``update(old_tables, *args, **options)``. A cache without states is
+        returned unchanged.
         """
         if self.states is None:
             return self
@@ -180,7 +181,7 @@ class PagedCache:
 
     @property
     def group_pools(self) -> tuple[Pools | StatePools, ...]:
-        """The pools of each attention group, then of each recurrent group: a loop's carry."""
+        """The pools of all attention groups, then of all recurrent groups, as a loop carry."""
         states = () if self.states is None else self.states.pools
         return *(group.pools for group in self.groups), *states
 
@@ -201,7 +202,7 @@ class PagedCache:
 
     @property
     def num_free_blocks(self) -> tuple[jax.Array, ...]:
-        """Number of free blocks in each group, then of free entries for states, i32[] each."""
+        """Number of free blocks in each group and, last, of free state entries; i32[] each."""
         return tuple(group.tables.pool.num_free for group in self.all_groups)
 
     @property
@@ -349,9 +350,9 @@ def plan(
 
 
 def commit(cache: PagedCache, planned: Sequence[ReservePlan], lengths: jax.Array) -> PagedCache:
-    """Allocate the planned blocks that slots with `lengths` i32[S] tokens need.
+    """Allocate the planned blocks that were used, and set the lengths of slots to `lengths`.
 
-    See `paged_jax.blocks.commit`.
+    `lengths` is i32[S]; see `paged_jax.blocks.commit`.
     """
     pairs = zip(cache.groups, planned, strict=True)
     cache = cache.replace_states(commit_marks, lengths)
@@ -456,7 +457,7 @@ def attach_prefix(
     token_ids: jax.Array,
     num_blocks: ArrayLike,
 ) -> tuple[PagedCache, jax.Array, jax.Array]:
-    """Attach a cached prefix like `attach`; return its actual and its possible length.
+    """Attach a cached prefix like `attach`, and also return `num_possible`.
 
     Returns:
       ``(cache, num_found, num_possible)``, see `prefix.attach_groups`.

@@ -382,7 +382,7 @@ class _SearchBatch:
         self._running: list[_Search] = []
 
     def run(self, searches: Sequence[_Search]) -> None:
-        """Run all searches; each starts, in order, when there are enough slots and blocks."""
+        """Run all searches. They start in order, each when there are enough slots and blocks."""
         waiting = deque(searches)
         while waiting or self._running:
             admitted: list[_Search] = []

@@ -39,7 +39,7 @@ class Bounds(NamedTuple):
 
     Attributes:
       words: description of the rule; it follows "must be" in error messages.
-      contains: function that returns whether it accepts a value.
+      contains: function that takes a value and returns whether the rule accepts it.
       choices: the accepted strings; empty if the values are not strings from a fixed list.
     """
 
@@ -463,9 +463,9 @@ def takes_options(
 ) -> Callable[[Callable[[Any, C], None]], Callable[Concatenate[Any, P], None]]:
     """Return a decorator that lets a constructor take the fields of a config as arguments.
 
-    The decorated function is ``__init__(self, config)``. Callers pass the fields of the config
-    instead; the decorator creates the config from them. Editors and type checkers show the fields
-    as the arguments of the constructor.
+    The decorator is for a function ``__init__(self, config)``. The decorated constructor takes the
+    fields as keyword arguments, creates the config from them, and passes it to the function.
+    Editors and type checkers show the fields as the arguments of the constructor.
 
     Args:
       config: the class of the config, such as `EngineConfig`.

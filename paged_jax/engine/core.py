@@ -275,7 +275,7 @@ class EngineCore:
             raise
 
     def _schedule(self) -> PendingStep:
-        """Plan the next step, with all tokens known to the host, and queue its programs."""
+        """Plan the next step after the tokens of all earlier steps are known, and queue it."""
         with self.clock.scheduling:
             plan = self.scheduler.schedule(self.runner, time.perf_counter())
         self.requests.note_start(plan)

@@ -68,8 +68,8 @@ class Drafter:
     Args:
       max_drafts: maximum number of draft tokens per sequence; 0 disables drafts.
       stats: statistics of the engine; `count` updates them.
-      state_interval: number of tokens whose multiples no verification passes, in models with
-        recurrent layers; None in other models.
+      state_interval: in models with recurrent layers, a number of tokens: a step never verifies
+        draft tokens past the next multiple of it. None in other models.
     """
 
     def __init__(self, max_drafts: int, stats: EngineStats, state_interval: int | None = None):
@@ -107,7 +107,7 @@ class Drafter:
         return index.guess(self._max_drafts)
 
     def _room(self, sequence: Sequence) -> int:
-        """Return the number of drafts of a sequence that `decoding.verify_steps` would verify."""
+        """Return the maximum number of draft tokens of a sequence that one step can verify."""
         num_known = len(sequence.token_ids)
         # The model draws one more token after the drafts.
         room = sequence.max_length - num_known - 1

@@ -159,7 +159,7 @@ class Engine:
 
     @contextlib.contextmanager
     def all_or_none(self) -> Generator[None, None, None]:
-        """Return a context manager that removes the requests added inside it after an exception."""
+        """Return a context manager that, on an exception, removes the requests added inside it."""
         requests = self.core.requests
         num_before, known = requests.num_added, set(requests.unfinished)
         try:
@@ -213,7 +213,7 @@ class Engine:
         """Run one step, and return the outputs of requests that got tokens or ended.
 
         Each output contains all tokens so far. The list is empty if there is nothing to run.
-        Outputs of requests that `LLM.generate` or `LLM.stream` added are passed to that call.
+        Outputs of requests from `LLM.generate` or `LLM.stream` are passed to the waiting call.
 
         Raises:
           EngineAsleepError: the engine sleeps.
@@ -453,7 +453,7 @@ class Engine:
     def cache_use(self) -> float:
         """The fraction of blocks that requests use, 0 to 1.
 
-        Blocks that are only cached do not count, and neither does a step that is still queued.
+        Blocks that are only cached do not count, nor do blocks that a queued step allocates.
         """
         first, *_ = self.core.group_use()
         return first.num_used / first.num_blocks

@@ -122,7 +122,7 @@ class GroupFootprint(NamedTuple):
     max_blocks: int
 
     def num_held(self, length: int, block_size: int) -> int:
-        """Return the maximum number of blocks of a sequence of `length` tokens in this group."""
+        """Return the maximum number of blocks that `length` tokens of a slot use in this group."""
         return min(self.max_blocks_per_slot, num_blocks_needed(length, block_size))
 
 
@@ -134,8 +134,8 @@ class Footprint(NamedTuple):
       state: bytes of the slots: their sampling state and their rows of the block tables.
       steps: maps each kind of program, such as ``"decode"``, to its bytes of temporary memory.
       groups: memory of the blocks of each group of layers; the first group keeps the most tokens.
-      sequence_state: bytes of a single state of the recurrent layers, of a slot or of a snapshot.
-      num_states: maximum number of these states.
+      sequence_state: bytes of the state of all recurrent layers for a single slot or snapshot.
+      num_states: maximum number of these states, for slots and snapshots together.
     """
 
     weights: int
@@ -205,7 +205,7 @@ class Footprint(NamedTuple):
         return self.num_fitting(memory - self.fixed, with_overhead=True)
 
     def num_fitting(self, num_bytes: int, *, with_overhead: bool = False) -> int:
-        """Return the largest number of blocks of the first group so that all pools fit in memory.
+        """Return the largest number of blocks of the first group for which all pools fit in memory.
 
         The sizes of the other pools follow from the number of blocks of the first group, see
         `group_sizes`. All pools together use at most `num_bytes`.
@@ -218,7 +218,8 @@ class Footprint(NamedTuple):
           (101, 1810, 10)
         """
         # All pools have as many blocks as the first pool, except that the pool of a group with a
-        # window has at most `max_blocks`. Begin with the groups that reach their maximum first.
+        # window has at most `max_blocks`. Subtract the bytes of the pools that reach this maximum,
+        # in ascending order of the maximum. The other pools get equal numbers of blocks.
         others = [group for group in self.groups[1:] if group.window is not None]
         growing = sum(group.block + with_overhead * group.overhead for group in self.groups)
         for group in sorted(others, key=lambda group: group.max_blocks):
@@ -465,7 +466,7 @@ def _activation_bytes(config: LlamaConfig, platform: str, num_tokens: int) -> in
 
 
 def _layer_features(layer: LlamaConfig) -> int:
-    """Return the number of activations of a token in the MLP or in attention (the maximum)."""
+    """Return the number of activations per token in the MLP or in attention, the larger of both."""
     per_expert = 3 * (layer.moe_intermediate_size + layer.hidden_size)
     mlp = 3 * layer.dense_intermediate_size + layer.num_experts_per_tok * per_expert
     if layer.latent is not None:

@@ -129,7 +129,7 @@ def load_weights(options: EngineConfig) -> Weights:
         "dequantise": options.dequantise,
         "show_progress": options.show_progress,
     }
-    # `from_pretrained` raises the error for a missing folder.
+    # Also take this branch for a missing folder, because `from_pretrained` raises the error for it.
     if mesh is None or not folder.exists():
         # If JAX runs on a CPU with a backend other than "cpu", do not stack the layers, because
         # that backend would copy the weights of each layer out of the stack.

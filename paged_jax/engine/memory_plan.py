@@ -122,7 +122,7 @@ class MemoryPlan:
 
     @property
     def keeps_less(self) -> bool:
-        """Whether some layers have a sliding window or are recurrent, so they keep less memory."""
+        """Whether some layers do not keep all tokens: they have a window or are recurrent."""
         return self.has_windows or self.footprint.num_states > 0
 
     def sequence_bytes(self, length: int) -> int:
@@ -223,8 +223,8 @@ def make_plan(
     refuse_unknown("plan", known, unknown, VLLM_NAMES)
     check_options("plan", options)
     num_slots = options.get("max_num_seqs", EngineConfig.max_num_seqs)
-    # The plan does not depend on max_num_batched_tokens, so set it to a value that is valid for any
-    # number of slots.
+    # The plan does not depend on the option max_num_batched_tokens. The option must be at least the
+    # number of slots, so set it to a valid value.
     options["max_num_batched_tokens"] = max(num_slots, EngineConfig.max_num_batched_tokens)
     engine = EngineConfig(**options)
     dtype = resolve_dtype("plan", engine.dtype, config)

@@ -98,7 +98,7 @@ def _num_fitting_free_memory(device: Any, sizes: Sizes, footprint: Footprint) ->
 
 
 def _num_fitting_fraction(device: Any, footprint: Footprint, memory_fraction: float) -> int:
-    """Return the number of blocks with which the engine fits in a fraction of the memory."""
+    """Return the number of blocks for which an engine uses `memory_fraction` of the memory."""
     memory = device_memory(device)
     if memory is None:
         raise ValueError(
@@ -113,7 +113,7 @@ def _num_fitting_fraction(device: Any, footprint: Footprint, memory_fraction: fl
 
 
 def _check_host_holds(device: Any, footprint: Footprint, num_blocks: int) -> None:
-    """On CPUs, check that the pools fit in host memory; otherwise the process would be killed."""
+    """On CPUs, check that the pools fit in host memory, or the system would kill the process."""
     total = host_memory()
     num_bytes = footprint.pool_bytes(num_blocks) + footprint.recurrent
     if device.platform == "cpu" and total is not None and num_bytes > total:
@@ -170,7 +170,8 @@ def _cgroup_limits() -> list[int]:
         if controllers not in ("", "memory"):
             continue
         root, name = _CGROUPS, "memory.max"
-        # A line that names controllers comes from version 1 of Linux control groups.
+        # If the line names controllers, it is from version 1 of Linux control groups, in which the
+        # limit is in another file.
         if controllers:
             root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
         path = root / group.lstrip("/")

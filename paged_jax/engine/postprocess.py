@@ -93,8 +93,7 @@ class Postprocessor:
         if tokens is not None:
             now = time.perf_counter()
             for row, sequence in zip(rows_of(tokens), plan.decodes, strict=False):
-                # Skip a sequence that ended in the step before this one, when this step was already
-                # queued.
+                # Skip a sequence that ended in the previous step, after this step was queued.
                 if sequence.slot is None or not row.token_ids:
                     continue
                 touched[sequence.request] = None
@@ -179,14 +178,11 @@ class Postprocessor:
     def append_prompt_logprobs(self, sequence: Sequence, scores: Scores) -> None:
         """Append log-probabilities of prompt tokens, after a prompt chunk was computed.
 
-        The chunk has a row for each of its tokens, with the log-probabilities of the token after
-        it.
-
         Args:
           sequence: a sequence of a request with `prompt_logprobs`. Its `num_computed` does not
             include the chunk yet.
           scores: the log-probabilities and the most probable tokens, one row per token of the
-              chunk.
+              chunk. Row i is for the token that follows token i of the chunk.
         """
         request = sequence.request
         assert request.prompt_logprobs is not None and request.params.prompt_logprobs is not None

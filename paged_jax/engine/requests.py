@@ -211,7 +211,7 @@ class Delivery:
         return list(self._kept)
 
     def keep(self, requests: Iterable[Request]) -> None:
-        """Add requests to `kept`, for example if `drop` removed them before an interrupt."""
+        """Add requests to `kept`, for example if a call was interrupted after it dropped them."""
         self._kept |= dict.fromkeys(requests)
 
     def drop(self, requests: Iterable[Request]) -> None:
@@ -273,7 +273,7 @@ class ChangeGuard:
             self._is_broken = False
 
     def recover(self) -> None:
-        """Call `restart`, and record if it is interrupted."""
+        """Call `restart`. If it is interrupted, the next change calls `recover` again."""
         self._is_broken = True
         self._restart()
         self._is_broken = False

@@ -36,7 +36,7 @@ class GroupUse:
 
     @property
     def kept(self) -> str:
-        """Content that the layers keep: the window as text, ``"all"`` (tokens) or ``"states"``."""
+        """Content that the layers keep: ``"states"``, ``"all"`` tokens, or the window as text."""
         return "states" if self.is_recurrent else str(self.window or "all")
 
 
@@ -121,7 +121,7 @@ class StepClock:
 
         Args:
           plan: the plan of the step.
-          tokens: tokens of the step; None if no sequence decodes.
+          tokens: tokens that the step sampled; None if no sequence decodes.
           is_ahead: whether the next step was already queued on the device.
         """
         stats, running = self._stats, self.running
@@ -181,9 +181,8 @@ class MaskClock:
     # takes. If cycles with k = 1 take far too long, the period doubles up to `_LONGEST_PERIOD`, so
     # that less time is lost by trying k = 1 again.
     _PERIOD, _LONGEST_PERIOD, _SAMPLES = 128, 2048, 8
-    # The duration of a cycle, divided by its duration with k = 0, may be at most `_MOST` for k > 1
-    # and at most `_MOST_OF_ONE` for k = 1. Above `_FAR_TOO_LONG`, a cycle with k = 1 takes far too
-    # long.
+    # Limits for the duration of a cycle, divided by its duration with k = 0: `_MOST` for k > 1, and
+    # `_MOST_OF_ONE` for k = 1. Above `_FAR_TOO_LONG`, a cycle with k = 1 takes far too long.
     _MOST, _MOST_OF_ONE, _FAR_TOO_LONG = 1.05, 1.1, 1.4
 
     def __init__(
@@ -197,8 +196,8 @@ class MaskClock:
         self._num_cycles, self._period = 0, self._PERIOD
         self._samples: list[float] = []
         self._plain_seconds = 0.0  # Duration of a cycle with k = 0.
-        # Value of k to use after the current measurement with k = 0. If it is 0, k stays 0 for a
-        # whole period.
+        # `_next` is the value of k to use after the current measurement with k = 0. If `_next` is
+        # 0, k stays 0 for a whole period.
         self._next = 1
         # If a cycle with k = `_next` took too long compared with an older measurement of k = 0,
         # this is its duration. Otherwise it is 0.
@@ -206,7 +205,7 @@ class MaskClock:
         self._lookahead.num_free_steps = 0
 
     def note_read(self, plan: StepPlan, num_steps: int) -> None:
-        """Record that the host has read the tokens of a plan, from `num_steps` decode steps."""
+        """Record that the host has read the tokens that `num_steps` steps of a plan sampled."""
         if not plan.bound:
             if not plan.is_ahead:
                 self._read_at = None  # No sequence has a grammar.
@@ -250,7 +249,7 @@ class MaskClock:
         return seconds > self._plain_seconds * (self._MOST if k > 1 else self._MOST_OF_ONE)
 
     def _k_after_plain(self) -> int:
-        """Choose, store and return the k to use after a measurement with k = 0."""
+        """Choose the next value of k after a measurement with k = 0; store and return it."""
         k, seconds = self._next or 1, self._doubtful_seconds
         self._doubtful_seconds = 0.0
         if not seconds:

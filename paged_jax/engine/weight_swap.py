@@ -65,7 +65,7 @@ def load_weights_for(model: PagedModel, folder: str | Path) -> Llama:
             f"load_params: the engine's model must be a Llama, got {type(model).__name__}. Load "
             "weights into a model of this class, and pass it to update_params."
         )
-    if Path(folder).exists():  # `from_pretrained` raises the error for a missing folder
+    if Path(folder).exists():  # Otherwise `from_pretrained` below raises the error.
         _check_config(read_config(folder), model.config)
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     placement: Any = {"scan_layers": model.scan_layers, "sharding": host}
@@ -84,7 +84,7 @@ def _check_config(config: LlamaConfig, own: LlamaConfig) -> None:
 
 
 class _Leaves(NamedTuple):
-    """Description of the leaves of the model's state, in order; a key for compiled programs."""
+    """Description of the leaves of the model's state; hashable, as a key of compiled programs."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -100,7 +100,7 @@ class _Leaves(NamedTuple):
 
     @property
     def floats(self) -> list[str]:
-        """Names of all leaves except scales, minima and orders of quantised matrices."""
+        """Names of all leaves except the scales, minima and input orders of quantised matrices."""
         return [name for name in self.names if not name.endswith(SUFFIXES)]
 
 
@@ -197,7 +197,7 @@ class WeightSwap:
         return NewWeights(near, convert)
 
     def replace(self, new: NewWeights) -> None:
-        """Replace the engine's weights by `new`; delete the old arrays unless they are shared."""
+        """Replace the engine's weights by `new`; delete the old arrays if the engine owns them."""
         ours = {id(x) for x in self._executor.weights.arrays}
         is_own = any(id(x) in ours for x in jax.tree.leaves(new.arrays))
         if self._are_shared or is_own or not ours:
@@ -290,9 +290,9 @@ def _converting(
 
 
 def _in_format(name: str, array: jax.Array, formats: MatrixFormats) -> dict[str, jax.Array]:
-    """Return the arrays that store a parameter, by name.
+    """Return the arrays that store the parameter `name`, as a dict with the name of each array.
 
-    These are `array` itself, or, if `formats` requires it, its quantised values with their scales.
+    This is `array` itself, or its quantised values and their scales if `formats` quantises it.
     """
     format = formats[name]
     if not is_matrix(name) or not format.is_quantised:
@@ -343,7 +343,7 @@ def _leaves_by_name(params: nnx.State, leaves: _Leaves) -> tuple[list[jax.Array]
 
 
 def _check_same_formats(formats: MatrixFormats | None, own: MatrixFormats | None) -> None:
-    """Raise ValueError if new weights are quantised to other formats than the engine's `own`."""
+    """Raise ValueError unless new weights have the engine's formats `own` or are not quantised."""
     if formats is None or own is None or not formats.is_quantised:
         return
     names = {*dict(formats.others), *dict(own.others), "default"}
@@ -376,10 +376,10 @@ def _check_values(dtypes: list[Any], leaves: _Leaves) -> None:
 
 
 def _shape(name: str, leaf: jax.ShapeDtypeStruct, formats: MatrixFormats | None) -> tuple[int, ...]:
-    """Return the shape of the new array for a leaf.
+    """Return the shape that a new array must have to replace a leaf of the engine's model.
 
-    With `formats`, the new array is not quantised, so it is larger than a leaf that packs two
-    values into a byte.
+    If `formats` is not None, the leaf is quantised, but the new array is not. So if the leaf packs
+    two values into a byte, the last dimension of the new array is twice as large.
     """
     if formats is None or not is_matrix(name) or not formats[name].is_packed:
         return leaf.shape

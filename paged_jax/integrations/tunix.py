@@ -57,8 +57,8 @@ _FAMILIES: Mapping[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "qkv_bias": True},
     "qwen3": {"model_type": "qwen3", "qk_norm": True},
 }
-# Number of tokens in the sequences that compare the forward passes. This is enough to detect
-# differences in attention and in position embeddings.
+# Number of tokens per sequence in the comparison of the trainer's and the engine's forward passes.
+# This is enough to detect differences in attention and in position embeddings.
 _NUM_COMPARED = 16
 
 
@@ -308,7 +308,7 @@ def _make_engine(
 
 
 def _seed_as_int(seed: jax.Array | int | None) -> int:
-    """Return a seed as an integer: 0 for None, and the last 32-bit word of a JAX key."""
+    """Convert a seed to an integer: None to 0, and a JAX key to its last 32-bit word."""
     if seed is None:
         return 0
     if isinstance(seed, int):
@@ -321,7 +321,8 @@ def _seed_as_int(seed: jax.Array | int | None) -> int:
 def _padded(ids: Sequence[list[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
     """Pad prompts on the right. Return the tokens i32 [B, T] and the lengths i32 [B].
 
-    T is `width`, or a power of two that fits the longest prompt if it is longer than `width`.
+    T is `width`. If the longest prompt has more than `width` tokens, T is the smallest power of two
+    that fits it.
     """
     lengths = np.array([len(row) for row in ids], np.int32)
     longest = int(lengths.max())

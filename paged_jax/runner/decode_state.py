@@ -233,9 +233,9 @@ def _row(state: DecodeState, assignment: Assignment) -> _AssignedArrays:
 
 
 def _stacked(rows: list[_AssignedArrays], num_slots: int) -> _AssignedArrays:
-    """Stack the values of assignments. Several rows are padded to `_WIDTH` rows.
+    """Stack the values of assignments. If there are several, pad them to `_WIDTH` rows.
 
-    The padding has a slot that does not exist, so it is not written.
+    The slot index of padding rows is out of range, so these rows are not written.
     """
     if len(rows) > 1:
         nothing = rows[0]._replace(sampling=rows[0].sampling._replace(slot=np.int32(num_slots)))
@@ -254,7 +254,7 @@ def write_token_masks(state: DecodeState, masks: "TokenMasks") -> DecodeState:
 
     Args:
       state: the state; its constraints are donated.
-      masks: the slots and the tokens that are allowed in them.
+      masks: the slots to update, and the tokens that each of them may generate next.
     """
     return dataclasses.replace(
         state, constraints=_write_constraints(state.constraints, tuple(masks))
@@ -274,9 +274,10 @@ class TokenMasks(NamedTuple):
     Attributes:
       slots: i32[S], the slot of each row; -1 for padding.
       starts: i32[S], the position of the next token of the slot.
-      num_forced: i32[S], the number of next tokens for which the grammar allows only one choice.
+      num_forced: i32[S], the number of forced tokens, which are next tokens for which the grammar
+        allows only one choice.
       waits_at: i32[S], the position at which the slot must wait for new masks from the host.
-      forced_ids: i32[S, N], the ids of these tokens, which are called forced tokens.
+      forced_ids: i32[S, N], the ids of the forced tokens.
       masks: i32[S, ceil(V / 32)], one bit per token of the vocabulary: whether the token may follow
         the forced tokens.
     """
@@ -305,7 +306,7 @@ class TokenMasks(NamedTuple):
 def find_token_masks(
     sequences: Collection[Sequence], num_steps: int, sizes: Sizes, vocab_size: int
 ) -> TokenMasks | None:
-    """Compute the masks for the next dispatch; None if no sequence has a grammar.
+    """Return the token masks for the next dispatch; None if no sequence has a grammar.
 
     Args:
       sequences: the decoding sequences. The host must know all their tokens.

@@ -282,7 +282,7 @@ def verify_steps(
 def _plan_steps(
     cache: PagedCache, batch: "_Batch", num_steps: jax.Array, max_steps: int, backend: str | None
 ) -> tuple[PagedCache, tuple[ReservePlan, ...]]:
-    """Plan blocks for at most `num_steps` i32[] decode steps, as the free blocks allow.
+    """Plan blocks for `num_steps` i32[] decode steps, or for fewer if blocks are scarce.
 
     All steps are planned together, so that a decode step allocates no blocks. If each step
     allocated its blocks, it would launch dozens of small kernels, or copy the arrays of the
@@ -351,7 +351,8 @@ class _Batch:
             stop_ids,
             max_lengths,
             limits=max_lengths if constraints is None else constraints.limit(max_lengths),
-            # The row of a slot that does not exist counts as running, so that `ok` becomes False.
+            # An invalid slot gets length -1 and counts as a running row, so that `ok` becomes
+            # False.
             lengths=state.cache.lengths.at[rows].get(mode="fill", fill_value=-1),
             status=jnp.where(slots >= 0, _RUNNING, _COMPLETE),
             num_steps=jnp.zeros((), jnp.int32),
@@ -383,9 +384,9 @@ class _Batch:
         return self.status == _RUNNING
 
     def _stop_rows(self, last: jax.Array) -> "_Batch":
-        """Return the batch after `last` i32[B] became the last tokens of running rows.
+        """Return a batch with a new status for rows that are complete or must wait for the host.
 
-        Rows that are complete or must wait for the host get a new status.
+        `last` i32[B] are the last tokens of the running rows.
         """
         is_waiting = (self.lengths + 1 >= self.limits) & (self.lengths >= 0)
         status = jnp.where(is_waiting, _WAITING, _RUNNING)

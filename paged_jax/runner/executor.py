@@ -233,7 +233,7 @@ class Executor:
 
     def read(self, pending: QueuedResult) -> Any:
         """Wait for a queued result, and copy it to the host."""
-        # `check` waits for the device, which stays busy, because the next call is already queued.
+        # While `check` waits, the device stays busy, because the next call is already queued.
         self.check()
         result = pending.result
         if isinstance(result, concurrent.futures.Future):
@@ -356,8 +356,8 @@ class Executor:
     def _state_to_compile_for(self) -> Iterator[DecodeState]:
         """Return a context manager that yields the state, or its shapes, for compilation.
 
-        On GPUs, if no program has run on the state yet, it frees the state, yields the shapes, and
-        creates the state again at the end.
+        It yields the shapes on GPUs, if no program has run on the state yet. Then it frees the
+        state, so that the compiler can use its memory, and creates the state again at the end.
         """
         if not (self._compiles_without_state and self._is_new):
             yield self.state
@@ -370,7 +370,7 @@ class Executor:
 
     @contextlib.contextmanager
     def showing_compilation(self, show: Callable[[str], None]) -> Iterator[None]:
-        """Return a context manager that sets `on_compile` to `show` if it is None."""
+        """Return a context manager that sets `on_compile` to `show` if `on_compile` is None."""
         if self._on_compile is not None:
             yield
             return
@@ -451,9 +451,10 @@ class CallThread(concurrent.futures.ThreadPoolExecutor):
         return super().submit(call)
 
 
-# Context managers that change the thread-local settings of JAX, by the name of the setting. The
-# dict has only settings that affect calls: if they differed in the thread of a call, JAX would
-# compile programs again, compute other results, or refuse transfers.
+# Maps the names of JAX settings that each thread has its own values of to the context managers that
+# change them. Only settings that affect calls are listed. If the `CallThread` had other values of
+# them than the main thread, JAX would compile programs again, compute other results, or refuse
+# transfers.
 _CONTEXTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
     "jax_default_matmul_precision": jax.default_matmul_precision,
     "jax_enable_x64": jax.enable_x64,

@@ -69,7 +69,7 @@ class Message(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes) -> "Message":
-        """Return the message that `encode` converted to bytes."""
+        """Return the message that `data` encodes; this is the inverse of `encode`."""
         arrays = load(data)
         kind, numbers = json.loads(arrays.pop(_HEADER).tobytes())
         return cls(kind, numbers, tuple(arrays[f"{n}"] for n in range(len(arrays))))
@@ -117,7 +117,7 @@ class Channel:
         return f"{self._name}/{folder}/{number}"
 
     def _note_received(self, folder: int) -> None:
-        """Record that this process received a folder; delete it if it is the last to do so."""
+        """Record that this process received a folder; the last process to do so deletes it."""
         receivers = self._client.key_value_increment(f"{self._name}/received/{folder}", 1)
         if receivers == jax.process_count() - 1:
             self._client.key_value_delete(f"{self._name}/{folder}/")

@@ -96,7 +96,8 @@ class ModelRunner:
 
     def _clear_records(self) -> None:
         self.num_resets += 1
-        # The sequence that is assigned to each slot, and the number of its published blocks.
+        # For each slot: the sequence that is assigned to it, and the number of published blocks of
+        # this sequence.
         self._owners: list[Sequence | None] = [None] * self._sizes.num_slots
         self._num_published = [0] * self._sizes.num_slots
         # Digests of all blocks in the prefix cache, and of some blocks that were evicted. A block
@@ -149,7 +150,7 @@ class ModelRunner:
         return num_found * C
 
     def _may_be_cached(self, digests: list[bytes]) -> list[bytes]:
-        """Return the part of `digests`, from the first on, that may be cached on the device."""
+        """Return the longest prefix of `digests` that may be cached on the device."""
         if self._groups[0].sliding_window is None:
             return list(itertools.takewhile(self._published.__contains__, digests))
         # Cut off only the blocks after the last known block. Earlier blocks may be missing, because
@@ -239,7 +240,7 @@ class ModelRunner:
             self.num_swapped_blocks += num_swapped_blocks(num_tokens, C, *groups)
 
     def _swap_copies(self, sequence: Sequence) -> list[tuple[int, np.int32]]:
-        """Return the arguments ``(group, first)`` of each `read_blocks` call of a swap."""
+        """Return the arguments ``(group, first)`` of all `read_blocks` calls that a swap makes."""
         C, width = self._sizes.block_size, self._sizes.swap_width
         return [
             (number, np.int32(first))
@@ -314,8 +315,8 @@ class ModelRunner:
         # the last block can get a snapshot.
         interval, last = self._state_interval, sequence.num_computed // C - 1
         is_point = interval and sequence.num_computed in sequence.snapshot_points(interval)
-        # A decoding sequence may also have a mark, that is, a saved recurrent state after fewer
-        # tokens, see `cache.blocks.state_tables`.
+        # The slot of a decoding sequence may also have a mark, which is the recurrent state after
+        # an earlier token, saved in another pool entry. See `cache.blocks.state_tables`.
         mark = (sequence.num_computed - 1) // interval * interval // C - 1 if interval else -1
         for column in range(self._num_published[slot], last + 1):
             token_ids = sequence.token_ids[column * C : (column + 1) * C]
@@ -425,7 +426,7 @@ class ModelRunner:
         return self.executor.queue(call)
 
     def verify(self, plan: StepPlan, drafts: Collection[Collection[int]]) -> StepTokens:
-        """Sample the next tokens of a plan's sequences with drafts; return them on the host.
+        """Use drafts to sample the next tokens of a plan's sequences, and copy them to the host.
 
         `drafts` has the draft tokens of each sequence, see `decoding.verify_steps`.
         """
@@ -476,9 +477,9 @@ class ModelRunner:
             self.executor.write_token_masks(masks)
 
     def _decode_slots(self, sequences: Collection[Sequence]) -> np.ndarray:
-        """Assign sequences that are new to the device, and return the slots of `sequences`.
+        """Return the slots of `sequences`, after writing sampling states that are not written yet.
 
-        The result is padded with -1 to the length of a compiled program, see `row_bucket`.
+        The result is padded with -1 to a batch size of the compiled programs, see `row_bucket`.
         """
         self.assign(sequences)
         slots = no_slots(row_bucket(len(sequences), self._sizes.num_slots))

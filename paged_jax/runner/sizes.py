@@ -13,7 +13,8 @@ SCORE_WIDTH = 128
 # Number of blocks that a swap copies per call. The last call is padded to this number of blocks,
 # which costs less than one call per block.
 SWAP_WIDTH = 16
-# Number of blocks that a call publishes. Here too, padding costs less than one call per block.
+# Number of blocks that one call publishes. The last call is padded to this number of blocks, which
+# costs less than one call per block.
 PUBLISH_WIDTH = 32
 # Minimum number of decode steps that a compiled program has room for, so that engines with a
 # smaller `max_steps` share a program. The unused room costs a few KB of memory.
@@ -112,8 +113,9 @@ TILE = 8
 MIN_CHUNK = 16
 
 
-# A batch ``(T, B, indices)`` for a prefill call: number of tokens per row, number of rows, and the
-# indices of the chunks in the batch. A chunk of more than T tokens takes several consecutive rows.
+# A batch of prompt chunks for a prefill call, ``(T, B, indices)``: number of tokens per row, number
+# of rows, and the indices of the chunks. A chunk of more than T tokens takes several consecutive
+# rows.
 Batch = tuple[int, int, list[int]]
 
 

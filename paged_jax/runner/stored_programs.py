@@ -135,7 +135,7 @@ class StoredPrograms:
         is `jitted` with its static arguments.
 
         Args:
-          name: a name for the function with these shapes of its arguments.
+          name: a name that identifies the function and the shapes of its arguments.
           jitted: the function, a result of `jit_for`.
           arguments: arguments of the function; only their shapes and dtypes matter.
           donated: index of the argument to donate, or None.
@@ -160,25 +160,38 @@ class StoredPrograms:
 
 
 class _Source(NamedTuple):
-    """A function to compile, and its arguments."""
+    """A function to compile, and its arguments.
+
+    Attributes:
+      function: the function.
+      arguments: its positional arguments; only their shapes and dtypes matter.
+      static: its static arguments, by name.
+      donated: index of the element of `arguments` that is donated; None if none is donated.
+      options: XLA compiler options, see `compiler_options`.
+    """
 
     function: Any
     arguments: tuple[Any, ...]
     static: dict[str, Any]
-    donated: int | None  # Index of the donated argument; None if no argument is donated.
-    options: Any  # XLA compiler options, see `compiler_options`.
+    donated: int | None
+    options: Any
 
     @property
     def structure(self) -> Any:
-        """Tree structure of the arguments, with an empty dict of keyword arguments."""
+        """Tree structure of ``(arguments, {})``: the function gets no keyword arguments."""
         return jax.tree.structure((self.arguments, {}))
 
 
 class _Stored(NamedTuple):
-    """Content of the file of a stored program, after the checksum."""
+    """Content of the file of a stored program, after the checksum.
 
-    executable: tuple[bytes, Any, Any]  # Tuple that `serialize_executable.serialize` returned.
-    targets: list[str]  # FFI targets of the C++ kernels that the program calls.
+    Attributes:
+      executable: the tuple that `serialize_executable.serialize` returned.
+      targets: the FFI targets of the C++ kernels that the program calls.
+    """
+
+    executable: tuple[bytes, Any, Any]
+    targets: list[str]
 
 
 def _compile(folder: Path, key: str, source: _Source) -> jax.stages.Compiled:
@@ -202,7 +215,7 @@ def _compile(folder: Path, key: str, source: _Source) -> jax.stages.Compiled:
 
 
 def _lower(source: _Source, suffix: str) -> jax.stages.Lowered:
-    """Lower a function under another name, so that JAX's compilation cache does not have it.
+    """Lower a function under a new name, so that JAX's compilation cache does not contain it.
 
     The name ends with `suffix`.
     """

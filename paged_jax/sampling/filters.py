@@ -94,8 +94,9 @@ def restrict_logits(
     is_begun = jnp.all((first < 0) | (first == recent[:, None]), axis=2)
     completing = jnp.where(is_begun, last, z.shape[1])
     row = jnp.arange(z.shape[0], dtype=jnp.int32)[:, None]
-    # A row must keep a token. So count the possible tokens that the bad words exclude, each token
-    # once. A comparison of the logits before and after would be simpler, but needs a copy of them.
+    # The bad words must not exclude all tokens of a row. So count the tokens that they exclude and
+    # that are possible without them, each token once. It would be simpler to compare the logits
+    # before and after the exclusion, but this needs a copy of the logits.
     is_possible = z.at[row, completing].get(mode="fill", fill_value=-jnp.inf) > -jnp.inf
     is_same = completing[:, :, None] == completing[:, None]
     is_repeated = jnp.any(is_same & jnp.tri(is_same.shape[1], k=-1, dtype=jnp.bool_)[None], axis=2)
@@ -226,12 +227,12 @@ def _top_p_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Arr
     weights = jnp.where(z == -jnp.inf, 0.0, jnp.exp(scaled))
     goal = top_p * jnp.sum(weights, axis=1)
     logit = _highest_cut(z, weights, goal)
-    # Keep at least the most probable token, even if the goal is rounded to 0.
+    # Keep at least the most probable token, even if `goal` is rounded to 0.
     logit = jnp.minimum(logit, jnp.max(z, axis=1))
     logit = jnp.where(top_p < 1, logit, -jnp.inf)
     is_tie = z == logit[:, None]
-    # Tokens with equal logits have equal weights. So the number of tokens to keep is the missing
-    # weight divided by the weight of such a token.
+    # Tokens with a logit equal to the cut-off have equal weights. So the number of these tokens to
+    # keep is the weight that is missing to `goal`, divided by the weight of a single token.
     weight = jnp.max(jnp.where(is_tie, weights, 0.0), axis=1)
     above = jnp.sum(_weights_above(z > logit[:, None], weights), axis=1)
     missing = jnp.ceil((goal - above) / jnp.where(weight > 0, weight, 1.0))
@@ -288,7 +289,7 @@ _TIE_GROUP = 256
 def search_cut(
     z: jax.Array, goal: jax.Array, weights: jax.Array | None = None, *, num_bits: int
 ) -> jax.Array:
-    """Compute `_highest_cut` in 32 / num_bits passes, each with 2**num_bits - 1 cut-offs."""
+    """Compute `_highest_cut` in 32 / num_bits passes, each of 2**num_bits - 1 trial cut-offs."""
     num_rows, vocab_size = z.shape
     num_cuts = 2**num_bits - 1
     # With several cut-offs (on GPUs and TPUs), a first kernel sums groups of elements, and a second
@@ -300,8 +301,8 @@ def search_cut(
         weights = jnp.pad(weights, widths).reshape(z.shape)
 
     def as_float(order):
-        # The larger the bit pattern of a negative float, the smaller is its value. So all its bits
-        # are inverted.
+        # A negative float with a larger bit pattern has a smaller value. So invert all bits of
+        # negative floats.
         bits = jnp.where(order >> 31 == 1, order ^ np.uint32(1 << 31), ~order)
         return lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -358,12 +359,11 @@ def _nth_true(mask: jax.Array, number: jax.Array) -> jax.Array:
 def apply_first(
     cases: Sequence[tuple[jax.Array, Callable[[jax.Array], jax.Array]]], x: jax.Array
 ) -> jax.Array:
-    """Apply the first function with a true condition to `x`; return `x` if there is none.
+    """Apply the first function with a True condition to `x`; return `x` if all are False.
 
-    Each function must include the work of the functions after it, and must return the same result
-    as a later function if only the condition of the later function is true. On GPUs, the first
-    function always runs, because waiting for a condition on the host takes longer than the
-    functions.
+    Only one function is applied, so it must also do the work of later functions. On GPUs this is
+    always `cases[0]`, because the host would wait longer for conditions than the function takes. So
+    it must return the right result even if its condition is False.
 
     Args:
       cases: pairs of a condition, bool[], and a function. The function takes an array and returns
@@ -464,8 +464,8 @@ class Constraints:
     ) -> "Constraints":
         """Replace the rows of some slots. Return the new constraints.
 
-        `slots`, i32[S], has the slots to replace, padded with negative numbers. The other arguments
-        are the new rows of the class's attributes, S rows each.
+        `slots`, i32[S], has the slots to replace, padded with negative numbers. Each other argument
+        has S new rows for the attribute of the same name.
         """
         num_slots = self.starts.shape[0]
         slots = jnp.where(slots >= 0, slots, num_slots)

@@ -164,8 +164,8 @@ def sample(
     def unreported(raw, tokens):
         return _unreported(tokens, num_top).pack()
 
-    # A greedy row needs two passes over its logits: for the largest logit, and for the first id
-    # with this logit together with the denominator of the softmax.
+    # A greedy row needs two passes over its logits. The first pass finds the largest logit. The
+    # second pass finds the first id with this logit, and sums the denominator of the softmax.
     finite = _finite_or_dropped(raw)
     largest = jnp.max(finite, axis=1, keepdims=True)
     greedy = force(_first(finite == largest))
@@ -320,7 +320,7 @@ def log_sum_exp(logits: jax.Array, peak: jax.Array | None = None) -> jax.Array:
 
     Args:
       logits: f32[S, V].
-      peak: f32[S, 1], the largest logit of each row; None computes it.
+      peak: f32[S, 1], the largest logit of each row. If it is None, it is computed.
 
     Example:
       >>> round(float(log_sum_exp(jnp.log(jnp.array([[0.5, 1.0, 1.5]])))[0, 0]), 4)
@@ -370,7 +370,7 @@ def _first(mask: jax.Array) -> jax.Array:
 def _draw(
     z: jax.Array, state: SlotSampling, positions: jax.Array, is_drawn: jax.Array
 ) -> jax.Array:
-    """Draw a token of each row at random after `filter_logits`, i32[S].
+    """Apply `filter_logits`, then draw a token of each row at random, i32[S].
 
     The tokens of rows where `is_drawn` is False are meaningless.
     """

@@ -172,8 +172,8 @@ class SlotRow(NamedTuple):
     Attributes:
       slot: i32[], the slot to write.
       sample_index: u32[], index of the sample in its request.
-      values: a row of each field of `SlotSampling`, with values as in `SamplingParams`, which
-        `to_device_values` converts.
+      values: a row of each field of `SlotSampling`. The values are as in `SamplingParams`, until
+        `to_device_values` converts them.
     """
 
     slot: jax.typing.ArrayLike

@@ -133,7 +133,10 @@ class BlockBudget:
         return num_blocks_needed(num_tokens, self.block_size)
 
     def num_shared(self, num_tokens: int) -> int:
-        """Return the number of blocks that sequences share if `num_tokens` tokens are equal."""
+        """Return the number of blocks that sequences share if their first tokens are equal.
+
+        `num_tokens` is the number of these tokens.
+        """
         return num_tokens // self.block_size
 
     def num_in_row(self, num_tokens: int, program_start: int) -> int:
@@ -240,14 +243,15 @@ class WindowBlockBudget(BlockBudget):
     def num_required(self, num_tokens: int) -> int:
         """Return the minimum number of blocks to prefill `num_tokens` tokens.
 
-        In chunks of a single block, the blocks of a window and an additional block are enough.
+        If each chunk has a single block of tokens, the slot never holds more than the blocks of a
+        window and one more block.
         """
         return min(self._most_decoding, super().num_required(num_tokens))
 
     def num_wanted(self, num_tokens: int) -> int:
         """Return the number of blocks to prefill `num_tokens` tokens in chunks of full size.
 
-        The blocks of a window and a chunk are enough.
+        The slot never holds more than the blocks of a window and of a chunk.
         """
         return min(self._most, super().num_wanted(num_tokens))
 

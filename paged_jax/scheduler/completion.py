@@ -138,7 +138,9 @@ class Completion:
     def extend(
         self, token_ids: list[int], logprobs: list[float], *, eos_token_ids: frozenset[int]
     ) -> bool:
-        """Append several tokens in a single, faster call, if none of them can end the sample.
+        """Append several tokens, if none of them can end the sample.
+
+        This is faster than a call of `append` for each token.
 
         Args:
           token_ids: the tokens. The caller must check that none of them reaches the maximum length.
@@ -205,7 +207,7 @@ class Completion:
             self.finish_reason, self.stop_reason = "stop", stop
 
     def _release_text(self) -> None:
-        """Extend `text` up to the longest suffix that may be the beginning of a stop string."""
+        """Extend `text` to all generated text, except an end that may begin a stop string."""
         num_final = len(self._text)
         if self._stops and self.finish_reason is None:
             tail = self._text[max(self._num_final, num_final - self._most_held) :]

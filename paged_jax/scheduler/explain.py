@@ -63,7 +63,7 @@ class RequestHistory:
         self._waits.append(wait)
 
     def run(self, sample: int) -> None:
-        """Record the end of a sample's wait, because it got a slot or ended."""
+        """Record that a sample no longer waits, because it got a slot or ended."""
         self._close(sample, self._now())
 
     def preempt(self, note: PreemptionNote) -> None:
@@ -101,7 +101,7 @@ def _until(wait: Wait, now: float) -> Wait:
 
 
 def name_request(request_id: str) -> str:
-    """Return the words for a request in a sentence: "request" and its id."""
+    """Return a name for a request to use in a sentence: "request" and its id."""
     return f"request {request_id}"
 
 
@@ -110,7 +110,7 @@ def describe_wait(wait: Wait, name: Callable[[str], str] = name_request) -> str:
 
     Args:
       wait: the wait; its `detail` is not read.
-      name: function that returns the words for another request, given its id.
+      name: function that takes the id of another request and returns a name for it.
 
     Example:
       >>> describe_wait(Wait("turn", 0.0, 0.0, numbers={"num_ahead": 2}))
@@ -150,7 +150,7 @@ def describe_preemption(note: PreemptionNote, name: Callable[[str], str] = name_
 
     Args:
       note: the preemption; its `detail` is not read.
-      name: function that returns the words for another request, given its id.
+      name: function that takes the id of another request and returns a name for it.
     """
     return f"{_describe_cause(note, name)}; {_describe_choice(note, name)}"
 
@@ -194,7 +194,7 @@ def describe_match(
       num_cached_tokens: number of prompt tokens that the request took from the prefix cache.
       block_size: C, number of tokens in a block.
       num_known_tokens: number of prompt tokens whose blocks were found. It is larger than
-        `num_cached_tokens` if there was no snapshot of the recurrent state at their end.
+        `num_cached_tokens` if no snapshot of the recurrent state after these tokens was found.
 
     Example:
       >>> describe_match(40, 16, block_size=16)  # doctest: +ELLIPSIS

@@ -11,8 +11,8 @@ from paged_jax.scheduler.block_budget import BlockBudget
 from paged_jax.scheduler.outputs import WaitReason
 from paged_jax.scheduler.request import Request, Sequence
 
-# Sort key of a waiting sequence: priority, turn, arrival, index. No two sequences have the same
-# rank.
+# Sort key of a waiting sequence: (priority, turn, arrival, index), see `FairQueue`. The keys of two
+# sequences are never equal.
 _Rank = tuple[int, int, int, int]
 
 
@@ -71,12 +71,12 @@ class FairQueue:
             del self._by_client[client]
 
 
-def _with_ranks(own: list[Sequence], num_running: int) -> Iterator[tuple[_Rank, Sequence]]:
-    """Yield the waiting sequences `own` of a client, each with its rank.
+def _with_ranks(waiting: list[Sequence], num_running: int) -> Iterator[tuple[_Rank, Sequence]]:
+    """Yield the waiting sequences of one client, each with its sort key.
 
-    `num_running` is the number of running sequences of the client.
+    `num_running` is the number of running sequences of this client.
     """
-    for turn, sequence in enumerate(own, num_running):
+    for turn, sequence in enumerate(waiting, num_running):
         priority, arrival, index = sequence.seniority
         yield (priority, turn, arrival, index), sequence
 

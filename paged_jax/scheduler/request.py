@@ -279,9 +279,10 @@ class Sequence:
     def extend(
         self, token_ids: list[int], logprobs: list[float], *, eos_token_ids: frozenset[int]
     ) -> bool:
-        """Append several tokens in a single, faster call, if none of them can end the sequence.
+        """Append several tokens, if none of them can end the sequence.
 
-        See `Completion.extend` for the arguments.
+        This is faster than a call of `append` for each token. See `Completion.extend` for the
+        arguments.
 
         Returns:
           True if the tokens were appended. False if nothing has changed; then the caller must call

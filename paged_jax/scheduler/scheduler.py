@@ -43,8 +43,8 @@ from paged_jax.scheduler.step_planner import Admission, StepPlanner
 Preemption = Literal["auto", "recompute", "swap"]
 """How to preempt a sequence: release its blocks, swap them to the host, or the cheaper of both."""
 
-# `_ADVANTAGES[i]` is the reason why a candidate was not preempted if element i of the tuple that
-# `_preemption_rank` returns decided.
+# Names of the elements of the tuple that `_preemption_rank` returns. The first element in which two
+# candidates differ is the reason why one of them was preempted and the other was not.
 _ADVANTAGES: tuple[PreemptionAdvantage, ...] = (
     "priority",
     "progress",
@@ -291,7 +291,8 @@ class Scheduler:
         """Preempt sequences in `juniors` until `sequence` can start, and start it.
 
         Returns:
-          Whether the sequence was started. It is not if preempting all juniors is not enough.
+          Whether the sequence was started. False if there is no room for it even without the
+          juniors.
         """
         block_budget, request = self.block_budget, sequence.request
         while True:
@@ -339,7 +340,7 @@ class Scheduler:
     ) -> Sequence:
         """Preempt the candidate with the lowest `_preemption_rank`, and return it.
 
-        `note` has the reason for the preemption; the other fields are filled in.
+        `note` has the reason for the preemption; this method sets the other fields of `note`.
         """
         sequence = min(candidates, key=self._preemption_rank)
         is_swapped = self._should_swap(sequence)

@@ -126,7 +126,7 @@ class StepPlanner:
                 self.add_chunk(sequence)
 
     def add_chunk(self, sequence: Sequence) -> None:
-        """Add a chunk of a sequence, as long as free blocks and tokens left allow.
+        """Add the next chunk of a sequence, limited by the free blocks and the tokens left.
 
         If the chunk completes the prefill, the sequence is also added to `decodes` or, if it
         generates no tokens, to `computed`.
@@ -168,8 +168,8 @@ class StepPlanner:
     def _add_first_decode(self, sequence: Sequence) -> None:
         """Add a sequence to `decodes` in the step that completes its prefill.
 
-        If not enough tokens or blocks are left, it is not added, and decodes in the next step, in
-        which decodes are planned before chunks.
+        If not enough tokens or blocks are left, it is not added. It then decodes in the next step,
+        because each step plans decodes before chunks.
         """
         length = len(sequence.token_ids)
         num_new = num_blocks_needed(length, self._block_size)
@@ -217,8 +217,9 @@ class Admission:
     """Admits waiting sequences to slots, in the order of the queue.
 
     A sequence waits while a running sequence computes a prefix that both share. To find this out,
-    it is enough to compare the digest of the block that the running sequence computes next. The
-    digest covers all blocks before it, so sequences that share a later block also share this block.
+    it is enough to look for the digest of the block that the running sequence computes next among
+    the digests of the waiting sequence. A digest covers all earlier blocks, so sequences that share
+    a later block also share this block.
 
     Args:
       queue: the waiting sequences and the slots.
@@ -354,7 +355,7 @@ class Admission:
         return set().union(*map(self.next_digest, self._queue.running))
 
     def waits_for_prefix(self, sequence: Sequence, computing: set[bytes]) -> bool:
-        """Return whether a block in `computing` (digests) is part of the sequence's prefix."""
+        """Return whether `computing`, a set of digests, has a block of the sequence's prefix."""
         if not computing or sequence.is_swapped:
             return False
         return not computing.isdisjoint(sequence.digests[: self._num_cacheable(sequence)])

@@ -45,10 +45,11 @@ def check_invariants(tables: BlockTables) -> None:
 
 
 def _checked_first_columns(tables: BlockTables, lengths: np.ndarray) -> np.ndarray:
-    """Return each slot's first column that is not freed, after checking the window's bound.
+    """Check and return the first column of each slot that is not freed.
 
-    The column must be at most `first_kept_column`. It may be lower, because a slot frees the blocks
-    that left its window only when it grows.
+    With a window, the column must be at most `first_kept_column`, because the slot needs the blocks
+    from there on. It may be lower, because a slot frees the blocks that left its window only when
+    it grows.
     """
     if tables.window is None:
         require(tables.first_columns is None, "first_columns", "be None", tables.first_columns)
@@ -88,7 +89,7 @@ def check_pool(pool: BlockPool) -> None:
 
 
 def require(holds: bool | np.bool, name: str, rule: str, value: object) -> None:
-    """Raise AssertionError unless `holds`; the message names the value, the rule and `value`."""
+    """Raise AssertionError unless `holds`; the message has `name`, `rule` and `value`."""
     if not holds:
         raise AssertionError(f"check_invariants: {name} must {rule}, got {value}.")
 

@@ -205,12 +205,13 @@ def publish_groups(
     digests: jax.Array,
     token_ids: jax.Array,
 ) -> Groups:
-    """Publish blocks in several groups of layers; the first group decides which ones.
+    """Publish the same blocks in several groups of layers.
 
-    In the other groups, a block is cached only if the block at the same slot and column is cached
-    in the first group. So two slots that share a block in the first group also share the block at
-    this column in all other groups that still have it. Therefore no group uses more blocks than the
-    first group, and the first group is the first to run out of free blocks.
+    The first group decides which blocks: in the other groups, a block is published only if the
+    block of the same slot and column is cached in the first group. So two slots that share a block
+    of the first group also share the corresponding block of each other group, unless one of them
+    has freed it. Therefore no group uses more blocks than the first group, and the first group is
+    the first to run out of free blocks.
     """
     first, *others = groups
     after = publish(first, slots, columns, digests, token_ids)
@@ -258,7 +259,7 @@ def _full_blocks(
     """Return the block ids at `(slots, columns)` of the table, and whether each block is full.
 
     Both results have shape [N]. The second one, bool, is False if the slot or the block does not
-    exist, or if the block is not full; its block id is then arbitrary.
+    exist, or if the block is not full; then the block id is arbitrary.
     """
     is_slot = (slots >= 0) & (slots < tables.num_slots)
     slots = jnp.where(is_slot, slots, 0)
@@ -315,8 +316,8 @@ def _longest_prefix(
       groups: the tables of each group.
       hits: for each group, bool[N], whether each block of the sequence was found.
       limit: i32[], the maximum number of blocks. Blocks from this index on must be False in `hits`.
-      is_allowed: bool[N + 1], whether the prefix may have 0, 1, ..., N blocks, because recurrent
-        layers have a snapshot there; None allows every length.
+      is_allowed: bool[N + 1], whether the prefix may have 0, 1, ..., N blocks: recurrent layers
+        need a snapshot at its end. None allows every length.
     """
     size = len(hits[0])
     index = jnp.arange(size, dtype=jnp.int32)
@@ -341,8 +342,8 @@ def _serve_in_order(is_new: jax.Array, blocks: jax.Array, digests: jax.Array) ->
     """Select the rows of `is_new` bool[N] to cache, so that no block or digest occurs twice.
 
     The rows are processed in order. A row is skipped if an earlier selected row has the same block
-    or the same digest. Whether that row was selected depends on the rows before it, so this
-    function needs a loop.
+    or the same digest. Whether the earlier row was selected depends on the rows before it in the
+    same way, so this function needs a loop.
 
     Returns:
       bool[N], whether to cache the block of each row.

@@ -113,7 +113,8 @@ class Reservation(NamedTuple):
     `Reservation` for every group, and then passes each of them to `finish_reserve`.
 
     Attributes:
-      tables: the tables if the reservation is not applied; blocks outside of windows are freed.
+      tables: the tables to return if the reservation is not applied. The blocks that left their
+        windows are already freed in them.
       end: i32[S], the lengths if the reservation is applied.
       first_columns: i32[S], the `first_columns` of the tables if the reservation is applied.
       writes: whether each slot writes to its last block in place or to a copy.
@@ -272,9 +273,9 @@ def plan_shared_writes(tables: BlockTables, is_writer: jax.Array) -> SharedWrite
     is_shared = is_writer & (refs > 1)
     block = jnp.where(is_shared, last, num_blocks)
 
-    # To find slots that write to the same block, compare all pairs of slots. In a scatter, the
-    # slots that share a block would contend for its element. The reductions are over axis 0,
-    # because XLA vectorises such reductions on CPUs.
+    # To find slots that write to the same block, compare all pairs of slots. A scatter would be
+    # slower, because slots with the same block would contend for its element. The reductions are
+    # over axis 0, because XLA vectorises such reductions on CPUs.
     is_same_SS = block[:, None] == block[None, :]
     num_writers = jnp.sum(is_same_SS, axis=0, dtype=jnp.int32)
     last_writer = jnp.max(jnp.where(is_same_SS, slots[:, None], -1), axis=0)
@@ -432,7 +433,10 @@ def commit(tables: BlockTables, planned: ReservePlan, lengths: jax.Array) -> Blo
 def _num_possible(
     tables: BlockTables, limits: jax.Array, writes: SharedWrites, max_tokens: int
 ) -> jax.Array:
-    """Return the number of new tokens per slot that blocks suffice for, at most `max_tokens`."""
+    """Return the number of new tokens per slot for which there are enough blocks, i32[].
+
+    It is at most `max_tokens`. A slot with a lower limit in `limits` i32[S] gets fewer tokens.
+    """
     tokens_N1 = jnp.arange(1, max_tokens + 1, dtype=jnp.int32)[:, None]
     ends_NS = tables.lengths[None, :] + jnp.minimum(tokens_N1, limits[None, :])
     blocks_NS = num_blocks_needed(ends_NS, tables.block_size)

@@ -175,7 +175,7 @@ def reserve_states(tables: StateTables, is_writer: jax.Array) -> StateTables:
 
 
 def _drop_marks(tables: StateTables, mask: jax.Array) -> StateTables:
-    """Free the marks of the slots for which `mask` bool[S] is True."""
+    """Free the saved states (marks) of the slots for which `mask` bool[S] is True."""
     P = tables.num_entries
     pool = block_pool.give_back(tables.pool, jnp.where(mask, tables.marks, P))
     return replace(tables, pool=pool, marks=jnp.where(mask, P, tables.marks))
@@ -192,13 +192,14 @@ def state_interval(block_size: int) -> int:
 def plan_states(
     tables: StateTables, is_writer: jax.Array, lengths: jax.Array, most: jax.Array
 ) -> StateTables:
-    """Choose the entries of a program that appends one token at a time, including its marks.
+    """Choose the entries that a program reads and writes, including entries for new marks.
 
-    When slot s reaches ``turns[s]`` tokens, its state is in entry ``entries[s]``. The program must
-    read the state from there, and write the following states to entry ``spares[s]``, so that entry
-    ``entries[s]`` keeps the mark. Afterwards, the caller calls `commit_marks`. A mark is planned
-    only if an entry is free for it. The pool has P - S more entries than slots; half of these are
-    reserved for snapshots.
+    The program appends one token at a time, and first writes the states of slot s to entry
+    ``entries[s]``. When the slot reaches ``turns[s]`` tokens, the program must read the state from
+    there, and write all later states to entry ``spares[s]`` instead. So ``entries[s]`` keeps the
+    state after ``turns[s]`` tokens, which is the mark. After the program, the caller calls
+    `commit_marks`. A mark is planned only if an entry is free for it. The pool has P - S more
+    entries than slots; half of these are reserved for snapshots.
 
     Args:
       tables: the tables to change; may be donated.
@@ -213,9 +214,10 @@ def plan_states(
 def plan_marks(
     tables: StateTables, is_writer: jax.Array, lengths: jax.Array, most: int | jax.Array
 ) -> StateTables:
-    """Choose the slots that get a new mark in the next program: set `spares` and `turns`.
+    """Choose the slots whose state the next program saves as a new mark.
 
-    Call it after `reserve_states`. See `plan_states` for the arguments.
+    The result is stored in `spares` and `turns`, see `StateTables`. Call this function after
+    `reserve_states`. See `plan_states` for the arguments.
     """
     interval, P = state_interval(tables.pool.token_ids.shape[1]), tables.num_entries
     turns = (lengths + interval - 1) // interval * interval
@@ -231,7 +233,7 @@ def plan_marks(
 
 @without_index_checks
 def commit_marks(tables: StateTables, lengths: jax.Array) -> StateTables:
-    """Record the marks that a program has left, and allocate the spare entries that it used.
+    """Record the states that a program saved as marks, and allocate the spare entries it used.
 
     `lengths` i32[S] is the number of tokens in each slot after the program.
     """

@@ -223,7 +223,7 @@ def hold_slots(tables: BlockTables, mask: jax.Array) -> BlockTables:
 
 
 def empty_slots(tables: BlockTables, mask: jax.Array) -> BlockTables:
-    """Empty the slots for which `mask` bool[S] is True, and free each slot's last block first."""
+    """Empty the slots for which `mask` bool[S] is True; the last block of a slot is freed first."""
     tables = _update_slots(_empty_piece, tables, mask)
     lengths = jnp.where(mask, 0, tables.lengths)
     if tables.first_columns is None:
@@ -267,7 +267,7 @@ def _update_slots(update: Update, tables: BlockTables, mask: jax.Array) -> Block
 @without_index_checks
 @typed_jit
 def _drop_columns(tables: BlockTables, begins: jax.Array, ends: jax.Array) -> BlockTables:
-    """Free each slot's blocks in the columns from `begins` i32[S] to before `ends` i32[S]."""
+    """Free the blocks of each slot in the columns ``begins <= column < ends``, both i32[S]."""
     return _in_pieces(_empty_piece, tables, jnp.maximum(ends - begins, 0), begins)
 
 
@@ -379,9 +379,9 @@ def fork(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.Arra
 def reorder(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.Array]:
     """Replace slots by copies of other slots in a single step, for example in beam search.
 
-    Slot s becomes a copy of the previous slot `parents[s]`, and its own previous content is
+    Slot s becomes a copy of the old content of slot `parents[s]`, and its own old content is
     released. Blocks are shared, not copied, so this never runs out of blocks. The cost is
-    proportional to the blocks of the slots that change, plus a pass over the tables.
+    proportional to the number of blocks of the slots that change, plus a pass over the tables.
 
     Args:
       tables: the state; may be donated.
