@@ -1,7 +1,7 @@
 """Descriptions of the C++ kernels for CPUs: ops, dtypes, static parameters and self-tests.
 
 A self-test runs a kernel on small arrays, and computes the expected result with NumPy. When
-`library` loads a kernel, it runs the self-test before programs call the kernel.
+`library` compiles a kernel, it runs the self-test before programs call the kernel.
 """
 
 import math

@@ -2,16 +2,17 @@
 
 There is one shared library for each kernel and dtype. When a program first needs it, it is compiled
 in about two seconds, for the processor of this machine and with the headers of the installed
-jaxlib. It must pass a self-test before programs call it. It is stored in the user's cache folder,
-under a name with two digests::
+jaxlib. It must pass a self-test before programs call it. If it does, it is stored in the user's
+cache folder, under a name with two digests::
 
     paged_jax_decode_float32_0123456789abcdef.0f1e2d3c....so
     `------- target: kernel, inputs --------' `-- content --'
 
-The first digest covers everything that the machine code depends on. The second digest is the
-SHA-256 of the file. If the content of the file does not match it, the file is damaged. It is then
-deleted, and compiled again. A truncated library must never be loaded, because that kills the
-process.
+The first digest covers everything that the results of the machine code depend on, including the
+processor and the version of XLA. So later processes do not repeat the self-test, which takes 30 ms
+per kernel. The second digest is the SHA-256 of the file. If the content of the file does not match
+it, the file is damaged. It is then deleted, and compiled again. A truncated library must never be
+loaded, because that kills the process.
 
 A call is a JAX primitive with an equivalent function in plain JAX. When a program is lowered for a
 single CPU of this machine, the primitive becomes a custom call of the kernel. Otherwise, the
@@ -184,7 +185,6 @@ def _find_or_compile(kernel: Kernel) -> str:
     target = _prefix(kernel) + _digest(command)
     folder = user_cache.cache_folder("kernels")
     if folder is not None and _register_kept(kernel, target, folder):
-        _check(kernel, target)
         return target
     with _build_folder(folder) as temporary:
         path = Path(temporary) / f"{target}.so"
