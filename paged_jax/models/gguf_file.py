@@ -121,13 +121,13 @@ class Texts(Sequence[str]):
     Args:
       data: bytes of the array, in which each string is preceded by its length.
       starts: position of the first byte of each string in `data`, int64 ``[n]``.
-      lengths: number of bytes of each string, int64 ``[n]``.
+      stops: position after the last byte of each string, int64 ``[n]``.
     """
 
-    def __init__(self, data: bytes, starts: np.ndarray, lengths: np.ndarray):
+    def __init__(self, data: bytes, starts: np.ndarray, stops: np.ndarray):
         self._data = data
         self._starts = starts
-        self._lengths = lengths
+        self._stops = stops
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -140,15 +140,12 @@ class Texts(Sequence[str]):
         """Return one string, or a list of strings for a slice. Invalid UTF-8 becomes U+FFFD."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        start = int(self._starts[index])
-        return self._data[start : start + int(self._lengths[index])].decode(errors="replace")
+        return self._data[self._starts[index] : self._stops[index]].decode(errors="replace")
 
     def __iter__(self) -> Iterator[str]:
         data = self._data
-        for start, end in zip(
-            self._starts.tolist(), (self._starts + self._lengths).tolist(), strict=True
-        ):
-            yield data[start:end].decode(errors="replace")
+        for start, stop in zip(self._starts.tolist(), self._stops.tolist(), strict=True):
+            yield data[start:stop].decode(errors="replace")
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -267,21 +264,22 @@ class _HeaderReader:
 
     def _texts(self, key: str, count: int) -> Texts:
         self._require(_LENGTH.size * count, f"the {count} strings of {key}")
-        first, place, end = self._place, self._place, len(self._data)
-        starts = np.empty(count, np.int64)
-        lengths = np.empty(count, np.int64)
+        place, end = self._place, len(self._data)
+        bounds = [place]
         unpack, data = _LENGTH.unpack_from, self._data
-        for index in range(count):
-            length = unpack(data, place)[0] if place + 8 <= end else end
-            starts[index], lengths[index] = place + 8 - first, min(length, end)
-            place += 8 + length
+        for _ in range(count):
+            if place + _LENGTH.size <= end:
+                place += unpack(data, place)[0]
+            place += _LENGTH.size
             if place > end:
                 raise self._error(
                     f"must contain the {count} strings of {key}, but the file is too short. "
                     "Download it again"
                 )
+            bounds.append(place)
         self._place = place
-        return Texts(data[first:place], starts, lengths)
+        places = np.array(bounds, np.int64) - bounds[0]
+        return Texts(data[bounds[0] : place], places[:-1] + _LENGTH.size, places[1:])
 
     def _numbers(self, key: str, kind: int, count: int) -> np.ndarray:
         types = self._gguf.GGUFValueType
