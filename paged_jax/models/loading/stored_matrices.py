@@ -11,10 +11,12 @@ A matrix keeps the format of its tensors in the files, or is converted while it 
 All functions read only some rows at a time, so they need little memory in addition to the result.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
 import math
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -47,6 +49,8 @@ from paged_jax.models.tensor_parallel import divides_inputs
 # Number of elements per read, which is 8 or 16 MB. This is little memory compared with a model. It
 # is large enough to make the cost of opening the file for each read negligible.
 READ_ELEMENTS = 1 << 22
+# Maximum number of layers that are read at the same time. Each needs memory for `READ_ELEMENTS`.
+_MAX_THREADS = 4
 
 Index = tuple[slice, ...]
 Shape = tuple[int, ...]
@@ -136,7 +140,7 @@ class StoredMatrix:
           WeightsError: a file cannot be read, or a number is not finite.
         """
         starts, stops = _bounds(rows, self.shape[:-1])
-        read = self._keep if self._is_kept else self._quantise
+        read = self._keep if self.is_kept else self._quantise
         for place, index, arrays in read(starts, stops):
             out.values[place][index] = arrays.values[..., columns]
             for whole, part in ((out.scales, arrays.scales), (out.mins, arrays.mins)):
@@ -146,7 +150,7 @@ class StoredMatrix:
                 out.order[...] = arrays.order
 
     @functools.cached_property
-    def _is_kept(self) -> bool:
+    def is_kept(self) -> bool:
         """Whether the matrix keeps the files' quantised values, without rounding them again."""
         tensors = [self.stored[mapping.tensor] for mapping in self.mappings]
         if not all(map(is_quantised, tensors)):
@@ -460,9 +464,20 @@ class MatrixReader:
         names = [name for name in self._matrices if name.endswith(f".{kind}")]
         numbers = range(*layers.indices(len(names)))
         out = _empty(first, (len(numbers),), rows, columns)
-        for place, layer in enumerate(numbers):
+
+        def read_layer(place: int) -> None:
             part = WeightArrays(*(None if each is None else each[place] for each in out))
-            self._matrices[f"layers.{layer}.{kind}"].read_into(part, rows, columns)
+            matrix = self._matrices[f"layers.{numbers[place]}.{kind}"]
+            matrix.read_into(part, rows, columns)
+
+        if not first.is_kept:  # quantisation uses all cores by itself
+            for place in range(len(numbers)):
+                read_layer(place)
+            return out
+        # NumPy releases the GIL while it reads and copies.
+        num_threads = min(os.cpu_count() or 1, _MAX_THREADS)
+        with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
+            list(threads.map(read_layer, range(len(numbers))))
         return out
 
 

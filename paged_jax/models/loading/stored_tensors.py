@@ -7,6 +7,7 @@ in a quantised format, which may consist of several tensors, such as values and 
 
 import dataclasses
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -214,6 +215,8 @@ class QuantisedTensor(StoredTensor):
 class CountedTensors(Mapping[str, StoredTensor]):
     """Mapping of tensors by name that reports which tensors are used, for a progress bar.
 
+    Several threads may use it.
+
     Args:
       tensors: the tensors by name.
       report: function that is called with the size of a tensor in bytes when it is first looked up.
@@ -223,12 +226,14 @@ class CountedTensors(Mapping[str, StoredTensor]):
         self._tensors = tensors
         self._report = report
         self._seen: set[str] = set()
+        self._lock = threading.Lock()
 
     def __getitem__(self, name: str) -> StoredTensor:
         tensor = self._tensors[name]
-        if name not in self._seen:
-            self._seen.add(name)
-            self._report(tensor.format.num_bytes(tensor.shape))
+        with self._lock:
+            if name not in self._seen:
+                self._seen.add(name)
+                self._report(tensor.format.num_bytes(tensor.shape))
         return tensor
 
     def __iter__(self) -> Iterator[str]:
