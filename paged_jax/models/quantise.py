@@ -48,8 +48,9 @@ from paged_jax.kernels.weight_formats import (
 
 Array = TypeVar("Array", np.ndarray, jax.Array)
 
-# Number of elements that `quantise_on_host` quantises in one call of the compiled function.
-_CHUNK = 1 << 21
+# Number of elements that `quantise_on_host` converts per call of its program. The temporary memory
+# of the search is about ten times this number of float32 values.
+_CHUNK = 1 << 18
 # Largest group size that the search supports. Sums over larger groups would overflow 32 bits.
 _MAX_GROUP = 32
 # Bits of the integers to which the elements of a group are scaled and rounded.

@@ -138,7 +138,7 @@ class _TokenizerReader:
         ids = self._ids
         # A merge is written as two tokens with a space between them. Spaces in tokens are written
         # as another character.
-        pairs = [merge.partition(" ") for merge in merges]
+        pairs = (merge.partition(" ") for merge in merges)
         return [(a, b) for a, _, b in pairs if a in ids and b in ids and a + b in ids]
 
     def _sentencepiece(self) -> tokenizers.Tokenizer:
