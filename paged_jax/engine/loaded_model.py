@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from paged_jax.engine.config import EngineConfig
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.gguf_file import is_gguf
+from paged_jax.models.gguf_file import GgufFile, is_gguf
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.pretrained import bundled_folder, read_config
 from paged_jax.models.model_folder import describe_missing_model, find_model
@@ -60,6 +60,9 @@ class LoadedModel:
           OSError: files are missing, or cannot be read or downloaded.
         """
         options = find_files(options)
+        if isinstance(options.model, Path) and is_gguf(options.model):
+            # Read the header before both threads need it.
+            GgufFile.open(options.model)
         # Load the tokenizer in another thread while this thread loads the weights. For a small
         # model, the tokenizer takes half as long as the weights.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:

@@ -132,11 +132,8 @@ class Executor:
         # The latest result that contains `free_blocks`, or None if a later program may have changed
         # the free blocks.
         self._latest: QueuedResult | None = None
+        give_back_freed_memory()  # that was needed to load the weights
         self.reset()
-        if self._state is not None:
-            # Read the stored decode program from its file while the first prefill runs.
-            first = first_decode(self.programs, sizes)
-            self._stored.read_ahead(first, weights.arrays, shapes_of(self._state))
 
     def reset(self) -> None:
         """Discard the state, and create an empty one unless the engine sleeps."""
@@ -161,6 +158,11 @@ class Executor:
             static = dict(zip(names, shape, strict=True))
             with jax.default_device(self._device):
                 make = self._stored.find("empty state", make, (), **static)
+            if isinstance(make, jax.stages.Compiled):
+                # Read the decode program from its file while this thread fills the pools.
+                first = first_decode(self.programs, self.sizes)
+                self._stored.read_ahead(first, self.weights.arrays, make.out_info)
+            with jax.default_device(self._device):
                 return jax.device_put(make(), self._device)
         # Create each part on its own device, because the whole state might not fit on one device.
         make = functools.partial(empty_state, *shape)

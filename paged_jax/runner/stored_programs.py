@@ -106,7 +106,7 @@ class StoredPrograms:
           weights: see `resolve`.
           state: the state, or its shapes.
         """
-        if self._folder is None:
+        if self._folder is None or call.name in self._programs:
             return
         source = self._source_of(call, weights, state)
         key = _key(self._program_key, self._device, call.name, source)

@@ -97,8 +97,17 @@ def test_next_process_lowers_nothing_and_draws_the_same_tokens(
     kept = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert len(kept) > 4
     no_lowering()
+    names, read_file = [], stored_programs._read
+
+    def watch(folder: Path, key: str, *args: Any) -> Any:
+        names.append(key)
+        return read_file(folder, key, *args)
+
+    monkeypatch.setattr(stored_programs, "_read", watch)
     assert generate(Engine(tiny_model, **SIZES)) == expected
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == kept
+    # Each file is read once, also the one that is read ahead.
+    assert sorted(names) == sorted(kept)
 
 
 def test_stored_program_donates_the_state(executor) -> None:

@@ -467,8 +467,7 @@ class MatrixReader:
 
         def read_layer(place: int) -> None:
             part = WeightArrays(*(None if each is None else each[place] for each in out))
-            matrix = self._matrices[f"layers.{numbers[place]}.{kind}"]
-            matrix.read_into(part, rows, columns)
+            self._matrices[f"layers.{numbers[place]}.{kind}"].read_into(part, rows, columns)
 
         if not first.is_kept:  # quantisation uses all cores by itself
             for place in range(len(numbers)):
