@@ -203,7 +203,7 @@ def reserve_places(
     else:
         requested = jnp.zeros(num_slots, jnp.int32)
         requested = put_or_drop(requested, rows, num_tokens.astype(jnp.int32))
-    # If a slot does not exist, request -1 tokens, so that `reserve` fails.
+    # If the index of a slot is too large, request -1 tokens, so that `reserve` returns ok = False.
     requested = jnp.where(jnp.all(slots < num_slots), requested, -1)
     cache, ok = paged_cache.reserve(cache, requested, max_tokens=most, backend=backend)
     num_tokens = jnp.where(is_row & ok, num_tokens, 0)
@@ -372,7 +372,7 @@ def _attend_with(
     config: LlamaConfig,
     backend: str | None,
 ) -> Attend[GroupPools]:
-    """Return an `attend` function that writes keys and values, and then calls `compute`.
+    """Return an `attend` function that writes keys and values to the pools, then calls `compute`.
 
     `compute` takes the queries ``[N, H, D]``, the pools of the layer's group, the index of the
     group, the `Reach` of the layer, and keyword arguments of the attention op. It returns the

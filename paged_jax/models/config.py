@@ -232,7 +232,7 @@ class LlamaConfig:
     dtype: str = "float32"
 
     def __str__(self) -> str:
-        """Return a text with the fields that differ from their defaults, unlike `repr`."""
+        """Return a text like `repr`, but only with the fields that differ from their defaults."""
         return shortened(self)
 
     def __post_init__(self) -> None:
@@ -360,7 +360,7 @@ class LlamaConfig:
 
     @functools.cached_property
     def state_shapes(self) -> tuple[tuple[StateShape, ...], ...]:
-        """Arrays that each layer keeps as the state of a sequence; empty for attention layers."""
+        """For each layer, the arrays of a sequence's state; empty for attention layers."""
         states = () if self.mixer is None else self.mixer.states
         return tuple(states if kind in RECURRENT_TYPES else () for kind in self.layer_kinds)
 

@@ -88,8 +88,8 @@ _PER_LAYER_VOCABULARY = "vocab_size_per_layer_input"
 _SHARED_KEYS = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", *QUANTISATION_KEYS)
 
 
-# Defaults of Gemma 3n if the config has no `activation_sparsity_pattern`: the number of sparse
-# layers, which come first, and their sparsity.
+# Defaults of Gemma 3n if the config has no `activation_sparsity_pattern`: the first 10 layers have
+# an activation sparsity of 0.95.
 _NUM_SPARSE, _SPARSITY = 10, 0.95
 
 
@@ -195,7 +195,7 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         "torch_dtype": fields["dtype"],
     }
     if family.has_latent:
-        del written["head_dim"]  # classes of transformers give it different meanings
+        del written["head_dim"]  # its meaning differs between classes of transformers
     if family.biases:
         written["attention_bias"] = all(fields[field] for field in family.biases)
     written |= {cap: fields[cap] for cap in family.caps}
@@ -227,7 +227,7 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the text model's config: an entry of `config` if the model is multimodal."""
+    """Return the config of the text model: `config`, or an entry of it in multimodal models."""
     for model_type, text in PARTS.items():
         architectures = config.get("architectures")
         if config.get("model_type") == model_type or architectures == [text.architecture]:

@@ -42,8 +42,8 @@ _GLM_DEFAULTS = {
     "partial_rotary_factor": 0.5,
     "eos_token_id": [151329, 151336, 151338],
 }
-# Prefixes of tensor names in checkpoints of multimodal models, and their replacements. None: the
-# tensors are not part of the text model, so they are not loaded.
+# Prefixes of tensor names in checkpoints of multimodal models, and their replacements. The value
+# None means that the tensors are not loaded, because they are not part of the text model.
 _IMAGE_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",

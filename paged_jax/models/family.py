@@ -46,7 +46,7 @@ class Scale:
         return float(number**self.power)
 
     def write(self, factor: float) -> float:
-        """Convert a factor to the number in ``config.json``; an int if the number is integral."""
+        """Convert a factor to the number in ``config.json``. A whole number becomes an int."""
         # Rounding to 14 digits hides the error of the power, and keeps every number that a person
         # would write.
         number = float(f"{factor ** (1 / self.power):.14g}")

@@ -105,7 +105,7 @@ class _Metadata:
         self._read: set[str] = set()
 
     def read(self) -> LlamaConfig:
-        """Return the configuration, before `read_gguf_config` sets the attention biases."""
+        """Return the configuration without attention biases, which `read_gguf_config` sets."""
         if self.architecture not in _ARCHITECTURES:
             raise UnsupportedConfigError(
                 f"{self._file.path}: general.architecture must be one of "
@@ -225,8 +225,8 @@ class _Metadata:
         Args:
           window: number of last tokens that layers with a window attend to; 0 if no layer has a
             window.
-          every: every `every`-th layer has no window, if the file does not say which layers have
-            one.
+          every: if the file does not say which layers have a window, every n-th layer has none,
+            where n is `every`.
         """
         layers = range(self.integer("block_count"))
         key = "attention.sliding_window_pattern"
@@ -242,7 +242,7 @@ class _Metadata:
         return {"sliding_window": window or None, "layer_types": kinds}
 
     def integer(self, key: str, default: Any = _REQUIRED) -> int:
-        """Return an integer entry. In the file it may also be an array of equal integers."""
+        """Return an integer entry. The file may also store it as an array of equal integers."""
         value = self._uniform(key)
         if value is None and default is not _REQUIRED:
             return default
@@ -307,7 +307,7 @@ class _Metadata:
 
 
 def find_float_dtype(tensors: Mapping[str, TensorEntry]) -> str:
-    """Return the dtype that most elements of a file have; bfloat16 if it is a quantised type."""
+    """Return the dtype of most elements of a file; bfloat16 if most elements are quantised."""
     counts: Counter[str] = Counter()
     for entry in tensors.values():
         counts[entry.type] += math.prod(entry.shape)

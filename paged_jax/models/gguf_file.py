@@ -66,7 +66,7 @@ class GgufFile:
     """Header of a GGUF file.
 
     Attributes:
-      path: the file. If the model is split into several files, the first of them.
+      path: the file, or the first file of a model that is split into several files.
       metadata: metadata entries by key. Arrays of numbers are NumPy arrays, arrays of strings are
         `Texts`.
       tensors: tensors by name, from all files of the model.

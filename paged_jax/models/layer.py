@@ -351,7 +351,7 @@ class Layer(nnx.Module):
         return x if weight is None else apply_norm(self.config, x, weight[...])
 
     def _add(self, x: jax.Array, out: jax.Array) -> jax.Array:
-        """Add ``out``, times the residual multiplier, to the residual stream ``x``."""
+        """Return ``x + out * residual_multiplier``. ``x`` is the residual stream."""
         return x + multiply(out, self.config.residual_multiplier)
 
     def _finish(self, x: jax.Array, out: jax.Array, embed: Embed | None) -> jax.Array:

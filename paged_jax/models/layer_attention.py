@@ -69,7 +69,7 @@ class Projection(NamedTuple):
     soft_cap: float | None = None
     sinks: jax.Array | None = None
 
-    # The value of a token has D elements, like its key, see `Heads.value_dim`.
+    # None means that a value has as many elements as a key (D), see `Heads.value_dim`.
     value_dim = None
 
     def split(self) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -181,7 +181,7 @@ Attend = Callable[[int | jax.Array, LayerInputs, Carry], tuple[jax.Array, Carry]
 
 
 class Reach(NamedTuple):
-    """Limits of the tokens that a query of a layer attends to; None for no limit.
+    """Limits on the tokens that a layer's queries attend to. None means no limit.
 
     Attributes:
       sliding_window: number of last tokens that the query attends to, including its own token.

@@ -15,7 +15,7 @@ SLIDING = "sliding_attention"
 # Attention in which a query attends only to tokens of its own chunk of consecutive positions.
 CHUNKED = "chunked_attention"
 RECURRENT = "linear_attention"
-# Layers with full attention and a recurrence. The outputs of the two are added.
+# Layers that compute full attention and a recurrence, and add their outputs.
 HYBRID = "hybrid"
 # In `layer_types`: a layer that consists of only an MLP. In `mlp_layer_types`: a layer without an
 # MLP.
@@ -137,7 +137,7 @@ class StateShape(NamedTuple):
 
 
 class LayerKind(NamedTuple):
-    """Properties that may differ between a model's layers, except the rotary embedding.
+    """Properties of a layer that may differ between layers, except the rotary embedding.
 
     Attributes:
       kind, mlp_kind: type of the layer, and type of its MLP.

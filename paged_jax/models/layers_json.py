@@ -62,7 +62,7 @@ _DENSE_KEYS: Mapping[str, tuple[str, ...]] = {
     "others": ("interleave_moe_layer_step", "moe_layers"),
 }
 _SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-# Alternative keys of the number of experts. transformers accepts all of them.
+# Keys under which a file may store the number of experts. transformers accepts all of them.
 _NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 # For each field with a value that is not a required integer, the function that reads it.
 _READERS: Mapping[str, Callable[[Mapping[str, Any], str], Any]] = {
@@ -368,8 +368,8 @@ def read_experts(config: Mapping[str, Any], family: Family, num_layers: int) -> 
         return {"separate_expert_norms": False}
     read = {*_DENSE_KEYS[family.dense_layers], *family.router_keys.values(), *family.only}
     check_neutral(config, family, {k: v for k, v in _NEUTRAL_FOR_EXPERTS.items() if k not in read})
-    # `config` always has a value under the family's own key, possibly only the family's default. A
-    # value under another key must come from the file, so it has precedence.
+    # The value under the family's own key may be the family's default. A value under another key
+    # must come from the file, so it has precedence.
     own = family.key("num_experts")
     others = [config[name] for name in _NUM_EXPERTS_KEYS if name in config and name != own]
     config = {**config, own: others[0]} if others else config
@@ -428,7 +428,7 @@ def write_experts(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _router_keys(config: Mapping[str, Any], family: Family) -> list[tuple[str, str]]:
-    """Return the fields of `Router` that this config determines, each with its key."""
+    """Return pairs of a field of `Router` and the key of ``config.json`` that determines it."""
     keys = list(family.router_keys.items())
     if family.groups_switch is None:
         return keys

@@ -73,7 +73,7 @@ class Llama(PagedModel):
     """
 
     def __repr__(self) -> str:
-        # Inside a JAX transformation, leaves may be placeholders instead of arrays.
+        # Inside a JAX transformation, leaves may be placeholders without size and dtype.
         arrays = [x for x in jax.tree.leaves(self) if hasattr(x, "size") and hasattr(x, "dtype")]
         config, num_parameters = self.config, sum(x.size for x in arrays)
         dtype = max(arrays, key=lambda x: x.size).dtype if arrays else config.dtype

@@ -149,7 +149,7 @@ def get_matrix(
     """
     whole = None
     if stack is not None and layer is not None:
-        # Stop gradients here, so that they flow only through the slice in `module`.
+        # `module` is a slice of the stack. Gradients must flow only through the slice.
         whole = Stack(lax.stop_gradient(_parameters(stack, name)), layer)
     code = format.code if format.is_packed else None
     return Weight(*_parameters(module, name), stack=whole, code=code, dtype=jnp.dtype(dtype))
@@ -401,7 +401,7 @@ class MatrixFormats:
 
     @property
     def differing(self) -> tuple[str, ...]:
-        """Names, such as ``"o_proj"``, of matrices with different formats in different layers."""
+        """Names, such as ``"o_proj"``, of the matrices with formats that differ by layer."""
         kinds = {_LAYER.sub("", name) for name, _ in self.others if _LAYER.match(name)}
         return tuple(sorted(kinds))
 
@@ -427,8 +427,8 @@ class MatrixFormats:
         """Return the formats of one layer, by the matrix's name in the layer, like ``"o_proj"``.
 
         Args:
-          index: index of the layer; None for the stack of all layers. There, matrices whose formats
-            differ between layers are float32, until `separate_matrices` replaces them.
+          index: index of the layer; None for the stack of all layers. In the stack, a matrix has
+            the format float32 if its formats differ by layer, see `separate_matrices`.
         """
         kinds = [name.rpartition(".")[2] for name, _ in self.others if name.startswith("layers.")]
         prefix = "layers." if index is None else f"layers.{index}."

@@ -81,7 +81,7 @@ class Mixer:
 
     @property
     def num_parts(self) -> int:
-        """Number of key heads, groups or channels (K), over which a layer can be divided."""
+        """Number of parts (K) into which a layer can be divided: key heads, groups or channels."""
         return getattr(self, self.divided[0])
 
     def check_divides(self, function: str, num_devices: int) -> None:

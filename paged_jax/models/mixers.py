@@ -212,11 +212,12 @@ def _convolved(
     inputs: Arrays,
     run: Callable[[jax.Array, Arrays, Any, jax.Array], Any],
 ) -> Recurrence:
-    """Return a recurrence that applies a convolution to its first input, and then `run`.
+    """Return a recurrence that applies a convolution to its first input, and then calls `run`.
 
-    Inputs have the shape ``[..., heads, n]``. `run` takes the first input after convolution and
-    SiLU, the other inputs, the state, and the number of tokens of each row. The inputs of `run`
-    have the shape ``[B, T, heads * n]``. It returns the outputs ``[B, T, ...]`` and the new state.
+    The inputs have the shape ``[..., heads, n]``. `run` takes the first input after convolution and
+    SiLU, a tuple of the other inputs, the state, and the number of tokens of each row. It gets
+    inputs of the shape ``[B, T, heads * n]``, and returns the outputs ``[B, T, ...]`` and the new
+    state.
     """
 
     def advance(inputs: Arrays, states: States, num_tokens: jax.Array) -> tuple[jax.Array, States]:

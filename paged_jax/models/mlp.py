@@ -112,8 +112,8 @@ def _keep_largest(
 ) -> jax.Array:
     """Subtract a threshold from the gates ``[..., F]``, and set negative results to 0.
 
-    The threshold is computed from mean and standard deviation of a token's gates. A fraction
-    `sparsity` of the gates would be below it if they had a normal distribution.
+    The threshold is computed from mean and standard deviation of a token's gates. If the gates are
+    normally distributed, a fraction `sparsity` of them is below the threshold.
     """
     mean = sum_rows(gate) / gate.shape[-1]
     square = sum_rows(jnp.square(gate)) / gate.shape[-1]
@@ -262,10 +262,10 @@ def route(
 
 
 def _choose(keys: jax.Array, num_chosen: int, *values: jax.Array) -> tuple[jax.Array, ...]:
-    """Choose the experts with the largest keys, and gather arrays of values for them.
+    """Choose the k experts with the largest keys, and return their elements of other arrays.
 
-    Keys are float32 ``[N, X]``. Each array of values is ``[N, X]`` or ``[1, X]``. Its result is
-    ``[N, k]``, in descending order of the keys.
+    Keys are float32 ``[N, X]``. For each array in `values`, ``[N, X]`` or ``[1, X]``, the result is
+    an array ``[N, k]``, in descending order of the keys.
 
     For few tokens, the rank of an expert is found by comparing its key with all other keys. XLA can
     fuse this with the surrounding operations, which is not possible for the sort in

@@ -108,7 +108,7 @@ def read_name(config: Mapping[str, Any], key: str, default: str) -> str:
 
 
 def read_object(config: Mapping[Any, Any], key: Any, name: str | None = None) -> Mapping[str, Any]:
-    """Return an entry that must be an object; an empty object if it is missing or null.
+    """Return an entry that must be a JSON object; an empty dict if it is missing or null.
 
     `name` is the name of the object in error messages, by default the key.
     """

@@ -82,7 +82,7 @@ class Pattern:
 
     Attributes:
       text: the entry as it is written in the config.
-      regex: expression that matches the start of the names of the selected modules.
+      regex: regular expression. It selects a module if it matches from the start of the name.
     """
 
     text: str
@@ -193,12 +193,12 @@ class Entries:
         self._read: set[str] = set()
 
     def get(self, *keys: str) -> Any:
-        """Return the value of the first key that is present and not null, or None if no key is."""
+        """Return the first value under `keys` that is not null; None if all are missing or null."""
         self._read |= {*keys}
         return next((self.content[key] for key in keys if self.content.get(key) is not None), None)
 
     def choice(self, *keys: str, choices: Iterable[Any], default: Any = None) -> Any:
-        """Return a value, strings in lower case, after checking that it is one of `choices`."""
+        """Check that a value is one of `choices`, and return it. Strings become lower case."""
         value = self.get(*keys)
         value = default if value is None else value
         value = value.lower() if isinstance(value, str) else value
@@ -236,7 +236,7 @@ class Entries:
         return None if value is None else Entries(value, f"{self.where}.{key}")
 
     def finish(self, harmless: Iterable[str] = ()) -> None:
-        """Check that the entries that were not read are in `harmless`, or are empty or false."""
+        """Check that entries that were not read have harmless keys, or are empty or false."""
         for key, value in self.content.items():
             if key not in self._read and key not in harmless and value not in (None, False, "", 0):
                 if value != {} and value != []:

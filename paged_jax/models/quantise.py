@@ -223,7 +223,7 @@ def _on_host(chunk: np.ndarray, format: WeightFormat) -> WeightArrays:
 
 
 class _Candidate(NamedTuple):
-    """Candidate codes of each group, given by the offset and scale that produce them.
+    """Candidate codes of each group, represented by the offset and scale that produce them.
 
     Attributes:
       offset: int32, number that the code 0 represents.
@@ -321,7 +321,10 @@ def _power_of_two(exponents: Any) -> Any:
 
 
 def _reciprocal(integers: Any, bits: int) -> Any:
-    """Return ``1 / integers`` in float32, computed by an integer division for equal results."""
+    """Return ``1 / integers`` in float32.
+
+    An integer division makes the results of NumPy and JAX equal.
+    """
     return (2**bits // integers).astype(np.float32) * np.float32(2.0**-bits)
 
 
@@ -361,7 +364,10 @@ def _better(first: _Candidate, second: _Candidate) -> _Candidate:
 
 
 def _scales(candidate: _Candidate, fraction: int) -> Any:
-    """Return the best scale for each group's codes, int32 with `fraction` fractional bits."""
+    """Return the best scale for the codes of each group, as a fixed-point number.
+
+    It is int32 with `fraction` fractional bits.
+    """
     xp = candidate.norm.__array_namespace__()
     magnitude = (xp.abs(candidate.projection) << fraction) // xp.maximum(candidate.norm, 1)
     return xp.where(candidate.projection < 0, -magnitude, magnitude)

@@ -56,12 +56,12 @@ def norm_names(config: LlamaConfig) -> tuple[str, ...]:
 
 
 def multiply(x: jax.Array, factor: float) -> jax.Array:
-    """Return ``x * factor``, without a multiplication if the factor is 1."""
+    """Return ``x * factor``, or `x` itself if the factor is 1."""
     return x if factor == 1 else x * factor
 
 
 def initial_norm_weight(config: LlamaConfig, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-    """Return the initial weight of a norm, with which the norm multiplies by 1."""
+    """Return the initial weight of a norm. With this weight, the norm multiplies by 1."""
     return jnp.full(shape, 1 - config.norm_offset, dtype)
 
 
@@ -87,9 +87,9 @@ def add_low_rank(
 ) -> jax.Array:
     """Add the LAuReL branch of Gemma 3n to the residual stream, if the layer has one.
 
-    The branch is the normalised input of attention plus a low-rank projection of it. ``x [..., E]``
-    is the residual stream after attention, and ``normed [..., E]`` is the normalised input of
-    attention. Both are float32. The sum is divided by sqrt(2).
+    The branch is the normalised input of attention plus a low-rank projection of this input. The
+    sum of residual stream and branch is divided by sqrt(2). ``x [..., E]`` is the residual stream
+    after attention, and ``normed [..., E]`` is the normalised input of attention. Both are float32.
     """
     if not config.laurel_rank:
         return x
@@ -187,7 +187,7 @@ def _streams(config: LlamaConfig) -> ResidualStreams:
 
 
 def _modes(config: LlamaConfig, x: jax.Array, weights: LayerParameters) -> jax.Array:
-    """Return the router outputs for a stream ``[..., E]``: float32 ``[..., n]`` from -1 to 1."""
+    """Return the router outputs for a stream ``x [..., E]``, float32 ``[..., n]`` in [-1, 1]."""
     normed = apply_norm(config, x, weights.vector("stream_norm")) / config.hidden_size
     return jnp.tanh(_multiply(normed, weights.vector("stream_router")))
 

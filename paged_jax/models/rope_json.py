@@ -80,7 +80,7 @@ def write_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
         default = {"rope_type": "default"}
         local_scaling = None if local_theta else scaling
         written["rope_local_base_freq"] = local_theta or theta
-        # transformers 5 reads only this entry, transformers 4 reads the others.
+        # transformers 5 reads only the entry `rope_parameters`, transformers 4 the other entries.
         written["rope_parameters"] = {
             FULL: {**(scaling or default), "rope_theta": theta},
             SLIDING: {**(local_scaling or default), "rope_theta": local_theta or theta},
@@ -154,7 +154,7 @@ def _read_query_scale(
     `rope` is the entry `rope_parameters`.
     """
     if family.query_scale == "attn_temperature_tuning":
-        # In early files, the value is a number of layers instead of true.
+        # In early files, the value is a number instead of true: 0 stands for false.
         if not config.get("attn_temperature_tuning"):
             return None
         beta = read_number(config, "attn_scale")
@@ -221,7 +221,7 @@ def read_scaling(
         # In files of Phi-3 and DeepSeek, the factor is the ratio of the two context lengths.
         fields["factor"] = max_position_embeddings / fields["original_max_position_embeddings"]
     for key in ("beta_fast", "beta_slow"):
-        if key in used and rope.get(key):  # transformers uses the default for null and for 0
+        if key in used and rope.get(key):  # null and 0 stand for the default, as in transformers
             fields[key] = read_number(rope, key)
     if "truncate" in used:
         fields["truncate"] = bool(rope.get("truncate", True))  # transformers treats null as false
@@ -276,7 +276,7 @@ def read_rope_layers(
         kind = config.get("position_embedding_type")
         rotates = family.rope_layers == "switched" and kind == "rope"
         return () if rotates else (False,) * num_layers
-    rotates = config.get("no_rope_layers")  # 1 means that the layer rotates, despite the key's name
+    rotates = config.get("no_rope_layers")  # despite its name, 1 means that a layer rotates
     if rotates in (None, []):
         interval = config.get("no_rope_layer_interval", 4)
         if not is_int(interval) or interval < 1:
@@ -367,7 +367,9 @@ def _local_theta(
     local: Mapping[str, Any] | None,
     others: tuple[float, RopeScaling | None, float],
 ) -> float | None:
-    """Return the rotary base of layers with a sliding window; None if they rotate like the others.
+    """Return the rotary base of layers with a sliding window.
+
+    The result is None if these layers rotate like all other layers.
 
     Args:
       config: content of ``config.json``.

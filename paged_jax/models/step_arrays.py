@@ -75,7 +75,7 @@ def as_token_ids(function: str, vocab_size: int, token_ids: ArrayLike) -> jax.Ar
 
 
 def check_distinct_slots(function: str, slots: ArrayLike) -> None:
-    """Check that the slots ``[B]`` that are not negative are distinct, except inside `jit`."""
+    """Check that all slots ``[B]`` except negative ones are distinct. Do nothing inside `jit`."""
     if isinstance(slots, Tracer):
         return
     used, counts = np.unique(np.asarray(slots), return_counts=True)

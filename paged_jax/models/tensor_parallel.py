@@ -36,10 +36,9 @@ from paged_jax.models.matrices import (
 # Name of the mesh axis of the devices over which a model is divided.
 AXIS = "tp"
 
-# Dimension of each parameter that is divided over the devices. It is counted from the end, because
-# stacked layers have an additional first dimension. Scales and minima are divided like their
-# matrix. All other parameters, and norms that apply to single heads, are replicated: each device
-# has a copy.
+# For each parameter, the dimension that is divided over the devices, counted from the end: stacked
+# layers have an additional first dimension. Scales and minima are divided like their matrix. All
+# other parameters, and norms that apply to single heads, are replicated: each device has a copy.
 _DIVIDED = {
     "qkv_proj": 4,
     "qkv_bias": 3,
@@ -422,7 +421,7 @@ def _kind(name: str) -> str:
 
 
 def _layer(name: str) -> int:
-    """Return the layer index in a parameter's name; 0 for stacked layers, which are equal."""
+    """Return the layer index in a parameter's name; 0 for a stack of equal layers."""
     index = name.removeprefix("layers.").partition(".")[0]
     return int(index) if index.isdecimal() else 0
 

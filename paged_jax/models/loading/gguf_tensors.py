@@ -76,7 +76,7 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
-    # In GGUF, one tensor holds all experts. The * stands for the number of an expert.
+    # In GGUF, one tensor holds all experts. A * in its Hugging Face names is an expert's number.
     "ffn_gate_exps": "mlp.experts.*.gate_proj",
     "ffn_up_exps": "mlp.experts.*.up_proj",
     "ffn_down_exps": "mlp.experts.*.down_proj",
@@ -86,7 +86,7 @@ _GEMMA = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-# Names that replace entries of `_LAYER`, by the `model_type` of the config.
+# Changes to `_LAYER` by `model_type`: the entries with other Hugging Face names.
 _OTHER: Mapping[str, Mapping[str, str]] = {
     "mixtral": {
         "ffn_gate_inp": "block_sparse_moe.gate",
@@ -167,7 +167,7 @@ class GgufTensor(QuantisedTensor):
         return FORMATS[self.dtype]
 
     def part(self, index: int) -> "GgufTensor":
-        """Return the part at `index` of the first dimension, such as the matrix of an expert."""
+        """Return the slice at `index` of the first dimension, such as the matrix of an expert."""
         num_bytes = math.prod(self.shape[1:-1]) * self.row_bytes
         return dataclasses.replace(
             self,
@@ -369,7 +369,7 @@ def find_gguf_tensors(file: GgufFile, config: LlamaConfig) -> dict[str, GgufTens
 
 
 def _name(entry: TensorEntry, config: LlamaConfig) -> Iterator[tuple[str, GgufTensor]]:
-    """Yield the Hugging Face name of a tensor and the tensor; for experts, once per expert."""
+    """Yield a tensor with its Hugging Face name. Tensors of experts are split by expert."""
     match = _LAYER_NAME.fullmatch(entry.name)
     names = {**_LAYER, **_OTHER.get(config.model_type, {})}
     is_norm = entry.name.endswith("norm.weight")

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder with ``config.json`` and the arrays in ``weights/``. If matrices are
 quantised, ``formats.json`` contains their formats. The arrays are stored as in the saved model,
-with stacked or with separate layers. A checkpoint can be loaded into a model of the other layout.
+with stacked or with separate layers. A checkpoint with stacked layers can be loaded into a model
+with separate layers, and vice versa.
 """
 
 import dataclasses
@@ -298,7 +299,7 @@ def _damaged(path: Path, error: Exception) -> WeightsError:
 def _convert(
     path: Path, stored: Mapping[str, Shape], targets: Targets, num_layers: int
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Restore a checkpoint, converting stacked to separate layers or the reverse.
+    """Restore a checkpoint, and convert stacked layers to separate layers or vice versa.
 
     To save memory, only one parameter (such as ``qkv_proj`` of all layers) is converted at a time.
     """

@@ -109,7 +109,7 @@ def _abstract_model(
     scan_layers: bool,
     formats: MatrixFormats | None,
 ) -> Model:
-    """Return a model with shapes as parameters. It is cached, so it must not be modified."""
+    """Return a model with `jax.ShapeDtypeStruct` as parameters. Callers must not modify it."""
     options = {} if formats is None else {"formats": formats}
     with only_shapes():
         return nnx.eval_shape(

@@ -68,7 +68,7 @@ class GroupLayout(NamedTuple):
 
     @classmethod
     def of(cls, stored: np.ndarray) -> "GroupLayout":
-        """Return the layout with the largest possible groups.
+        """Return the layout with the largest groups that the groups in the file allow.
 
         `stored` is the group of each input in the file.
         """
@@ -80,7 +80,7 @@ class GroupLayout(NamedTuple):
         return cls(stored, order, size, kept[::size])
 
     def by_group(self, values: np.ndarray) -> np.ndarray:
-        """Group the columns of values ``[rows, in]`` as a view ``[rows, groups, group_size]``.
+        """Return a view ``[rows, groups, group_size]`` of values ``[rows, in]``.
 
         If the inputs are reordered, return the values unchanged.
         """
@@ -291,7 +291,7 @@ class ModuleMatrix(QuantisedTensor):
             )
 
     def _check_groups(self) -> int:
-        """Return the number of groups, after checking that all groups have the same size."""
+        """Check that all groups have the same size, and return the number of groups."""
         num_inputs, size = self.shape[1], self._group_size
         if num_inputs % size:
             raise WeightsError(

@@ -234,8 +234,8 @@ def _check_count(key: str, wanted: int, found: list[int]) -> None:
 def _offsets(path: Path) -> dict[str, int]:
     """Return the byte position of each tensor in a valid safetensors file.
 
-    This module reads tensors itself, because the safetensors library cannot read 8-bit floats as
-    NumPy arrays. The library does not return the positions.
+    The safetensors library does not return positions. They are needed because this package reads
+    tensors itself: the library cannot read 8-bit floats as NumPy arrays.
     """
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -245,7 +245,7 @@ def _offsets(path: Path) -> dict[str, int]:
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
-    """Read from the index which file contains each tensor; None if there is only one file."""
+    """Read the index of a folder, which maps each tensor to its file; None for a single file."""
     if not folder.is_dir():
         raise WeightsError(f"{folder}: no such folder.")
     if (folder / SINGLE_FILE).is_file():

@@ -113,7 +113,7 @@ def _have_same_order(tensors: Iterable[StoredTensor]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class StoredMatrix:
-    """Quantised matrix of a model, together with the tensors in files that contain it.
+    """Quantised matrix of a model, together with the tensors from which it is read.
 
     Attributes:
       shape: shape ``[*out, in]`` of the matrix.
@@ -133,8 +133,8 @@ class StoredMatrix:
         Args:
           out: arrays to fill.
           rows: slices of all dimensions except the last.
-          columns: slice of the last dimension of the values. Of scales, minima and order, all
-            columns are read.
+          columns: slice of the last dimension of the values. Scales, minima and order are read in
+            all columns.
 
         Raises:
           WeightsError: a file cannot be read, or a number is not finite.
@@ -244,7 +244,7 @@ def read_box(
 def _read_tensor(
     tensor: StoredTensor, mapping: TensorMapping, part: Index, out: np.ndarray
 ) -> None:
-    """Read the part of a mapping's box that `part` selects into `out`, as floats."""
+    """Write a part of a mapping's box into `out`, as floats. `part` selects the part."""
     if mapping.axes is not None:
         _read_transposed(tensor, mapping, part, out)
         return
@@ -406,7 +406,7 @@ def _num_parts(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> int:
 
 
 class MatrixReader:
-    """Reader of parts of the parameters that belong to a model's quantised matrices.
+    """Reader of the parameters of a model's quantised matrices, or of parts of them.
 
     The values and scales of a matrix are different parameters, but they are read from the files
     together. This object keeps the scales until `read` is called for them.

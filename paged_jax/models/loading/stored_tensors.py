@@ -184,7 +184,7 @@ class QuantisedTensor(StoredTensor):
 
     @property
     def is_floating(self) -> bool:
-        """Whether the tensor can be read as floating-point numbers, which is always possible."""
+        """True, because all quantised tensors can be read as floating-point numbers."""
         return True
 
     @property

@@ -259,7 +259,7 @@ def _gate_up_mappings(config: LlamaConfig, names: Mapping[str, str], F: int) -> 
 
 
 def name_in_file(config: LlamaConfig, name: str) -> str:
-    """Convert a name of `map_parameter` to the name in files that transformers reads."""
+    """Convert a name of `map_parameter` to the name that transformers uses in files."""
     family = FAMILIES.get(config.model_type)
     for prefix, replacement in (family.written_prefixes if family else {}).items():
         if name.startswith(prefix):
@@ -462,7 +462,7 @@ def _all_experts(
 def _each_expert(
     num_experts: int, tensors: str | tuple[str, ...], shape: tuple[int, ...]
 ) -> Mappings:
-    """Return the mappings of a parameter of experts that has separate tensors per expert."""
+    """Return the mappings of a parameter of all experts to a tensor or tensors per expert."""
     parts, lead = ((tensors,), (1,)) if isinstance(tensors, str) else (tensors, (1, 1))
     return tuple(
         map_tensor(

@@ -23,7 +23,8 @@ _RESERVED_VARIABLES = frozenset(
         "tokenize", "tools", "bos_token", "eos_token", "unk_token", "pad_token",
     )
 )  # fmt: skip
-# Texts that are rendered to find out how a template works. No template contains them.
+# Texts in the messages that are rendered to find out how a template works. They are so unusual that
+# no template contains them.
 _PROBE = "which form of content"
 _ROLE_PROBE = "probed text"
 # Marker that is put at the end of a message to be continued, and cut off after rendering. It
@@ -32,8 +33,8 @@ _CUT = "\N{SNOWMAN}cut here\N{SNOWMAN}"
 _USER, _ASSISTANT = ({"role": role, "content": "Probe."} for role in ("user", "assistant"))
 # Length that Mistral's chat templates require for tool-call ids.
 CALL_ID_LENGTH = 9
-# Roles that `with_known_roles` does not check. All templates support user and assistant, and
-# `tool_support` checks tool.
+# Roles that `with_known_roles` does not check. All templates support the roles user and assistant.
+# `tool_support` checks the role tool.
 _PLAIN_ROLES = ("user", "assistant", "tool")
 
 
@@ -312,10 +313,10 @@ def _with_contents(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _with_short_ids(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with tool-call ids of nine letters or digits.
+    """Return the messages after replacing tool-call ids by ids of nine letters or digits.
 
-    The ids in tool results are replaced, too. An id is always replaced by the same short id, so
-    that the beginning of the text does not change when the chat continues.
+    Ids in tool results are replaced as well. An id is always replaced by the same short id, so that
+    the beginning of the text does not change when the chat continues.
     """
 
     def shorten(item: Any, key: str) -> Any:

@@ -90,8 +90,7 @@ class GenerationConfig:
 
         Args:
           given: fields that the caller has set. They override the recommended values.
-          otherwise: values for missing fields that are used only if the file does not say how to
-            sample.
+          otherwise: default values. They are used only if the file does not say how to sample.
         """
         fields = {**self.sampling_defaults, **given}
         if not DRAWING_OPTIONS & self.sampling_defaults.keys():

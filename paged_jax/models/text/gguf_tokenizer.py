@@ -114,7 +114,7 @@ class _TokenizerReader:
         }
 
     def _byte_level(self) -> tuple[tokenizers.Tokenizer, bool]:
-        """Build a byte-level BPE tokenizer; also return whether it adds BOS by default."""
+        """Build a byte-level BPE tokenizer, and find out whether it adds BOS by default."""
         name = self._get("pre") or "default"
         pre = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
         if pre is None:

@@ -198,7 +198,9 @@ class Grammar:
         return self._matcher.deep_copy()
 
     def start_unforced(self) -> "LLMatcher":
-        """Return a new matcher that does not force tokens, and allows any tokenisation of a text.
+        """Return a new matcher that does not force tokens.
+
+        It allows every sequence of tokens that spells a text of the grammar.
 
         Raises:
           ValueError: llguidance cannot compile such a grammar.
@@ -294,7 +296,7 @@ class GrammarCursor:
             self.forced.append(self._grammar.eos_token_ids[0])
 
     def _stop_forcing(self) -> None:
-        """Replace the matcher by one at the same position that does not force tokens."""
+        """Replace the matcher by a matcher at the same position that does not force tokens."""
         self._is_forced = False
         try:
             self._matcher = self._grammar.start_unforced()
@@ -329,7 +331,7 @@ class GrammarCursor:
         self._hold_ends_back(words)
 
     def _hold_ends_back(self, words: np.ndarray) -> None:
-        """Forbid tokens that end the text before `min_tokens`, if others are allowed."""
+        """Before `min_tokens` tokens, forbid end tokens if other tokens are allowed."""
         params = self._params
         index = (self._num_followed or 0) + len(self.forced)
         if index >= params.min_tokens or self.failure is not None:

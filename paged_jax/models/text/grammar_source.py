@@ -74,7 +74,10 @@ def quoted(text: str) -> str:
 
 
 def constraint_source(constraint: StructuredOutputsParams, text: str) -> str:
-    """Return llguidance's grammar source for a constraint. `text` is its `constraint_text`."""
+    """Convert a constraint to a grammar source of llguidance.
+
+    `text` is the result of `constraint_text` for the constraint.
+    """
     from llguidance import LLMatcher
 
     if constraint.regex is not None:

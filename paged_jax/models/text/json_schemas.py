@@ -40,8 +40,8 @@ class _SchemaKeys(NamedTuple):
         return new
 
 
-# `_ALL` contains all keys with inner schemas. `_CLOSABLE` contains only the keys of inner
-# schemas that are closed by `close` as well.
+# `_ALL` contains all keys with inner schemas. `close` closes only inner schemas under the keys in
+# `_CLOSABLE`.
 _CLOSABLE = _SchemaKeys(
     ("properties", "patternProperties", "$defs", "definitions"),
     ("anyOf", "oneOf", "prefixItems"),

@@ -293,7 +293,7 @@ class HarmonyReader:
 
     def __init__(self) -> None:
         self._buffer = ""
-        self._kind: str | None = None  # kind of the open message; None in a header
+        self._kind: str | None = None  # kind of the message that is being read; None in its header
         self.has_reasoned = False
 
     @property

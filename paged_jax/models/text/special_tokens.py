@@ -184,7 +184,7 @@ class _SpecialTokens(NamedTuple):
     Attributes:
       named: tokens by name, such as ``"bos_token"``.
       extra: other special tokens, which have no name.
-      stated: tokens by id, if a file states their ids.
+      stated: the tokens that a file lists with their ids, by id.
       file: name of the file that states these ids.
     """
 
@@ -197,7 +197,7 @@ class _SpecialTokens(NamedTuple):
 def _with_names_of_class(
     backend: tokenizers.Tokenizer, config: Mapping[str, object]
 ) -> dict[str, Any]:
-    """Complete a config by the default special tokens of its tokenizer class."""
+    """Add the default special tokens of the tokenizer class to a config, if it lacks them."""
     name = str(config.get("tokenizer_class")).removesuffix("Fast")
     defaults = _NAMES_OF_CLASS.get(name, {})
     known = {

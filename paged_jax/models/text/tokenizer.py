@@ -168,7 +168,7 @@ class Tokenizer:
 
     @functools.cached_property
     def max_token_chars(self) -> int:
-        """Upper bound of the number of characters of text that become one token."""
+        """Upper bound on the number of characters of text that a single token stands for."""
         longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
         # Unicode normalisation (form C) combines at most three characters into one.
         return longest * (1 if self.backend.normalizer is None else 3)
@@ -300,7 +300,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """Convert a chat to the text that `encode_chat` encodes, see `encode_chat`."""
+        """Convert a chat to text. For the arguments and errors, see `encode_chat`."""
         template = self._require_template()
         if tools and not self.tool_support.shows_tools:
             rule = "must be empty as the model's chat template has no tools, got some."
@@ -416,7 +416,7 @@ class Detokenizer:
         self._pending = pending.copy()
 
     def push(self, token_id: int) -> str:
-        """Append a token; return the new text that is final, which may be empty."""
+        """Append a token, and return the text that has become final, which may be empty."""
         if self._skip_special_tokens and self._tokenizer.is_special(token_id):
             return ""
         if not self._tokenizer._is_known(token_id):

@@ -219,8 +219,8 @@ def _find_format(text: str, called: str, twice: str | None) -> ToolFormat | None
         return None
     after = one.after.removesuffix(tail)
     if after == one.after and tail.strip():
-        # The message does not end like other messages of the template. A special token may be at
-        # its end.
+        # The message with the call does not end like other messages of the template. Its end may
+        # still be a special token.
         after = re.sub(r"\s*<[^<>]+>\s*$", "", one.after)
         end = one.after[len(after) :]
         if not _END.fullmatch(end):
@@ -246,7 +246,9 @@ def _divide(written: str, name: str) -> _Call | None:
 
 
 def _gap(called: str, twice: str | None, head: str) -> str | None:
-    """Return the text from the end of one call's arguments to the next name; None if unknown.
+    """Return the text between the arguments of a call and the name of the next call.
+
+    The result is None if this text is unknown.
 
     Args:
       called: a rendered chat with one call.

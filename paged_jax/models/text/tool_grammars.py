@@ -22,8 +22,8 @@ from paged_jax.models.text.json_schemas import (
 from paged_jax.models.text.tool_formats import HERMES, ID, NUMBER, Tool, ToolFormat
 from paged_jax.sampling.params import StructuredOutputsParams
 
-# Number of sets of tools for which constraints are cached. Every request of a chat contains the
-# tools again.
+# Number of lists of tools for which the constraint is cached. The cache helps because every request
+# of a chat contains the same tools.
 _NUM_KEPT = 32
 # Maximum number of schemas that are compiled separately to find out which of them are not
 # supported. Each takes milliseconds.
@@ -108,7 +108,8 @@ class _Writer:
     def literal(self, text: str) -> str:
         """Return a Lark expression for a text of the format.
 
-        Special tokens in the text, and placeholders for ids and indices, become their own symbols.
+        Each special token in the text, and each placeholder for an id or an index, becomes a symbol
+        of its own.
         """
         names = sorted(self.special, key=len, reverse=True)
         splitter = "|".join(map(re.escape, (*names, *_HOLES)))
@@ -158,7 +159,7 @@ class _Writer:
         return self.literal(format.before_key + name + format.after_key)
 
     def _value(self, rule: str, schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-        """Return the rule for a value and the text after it."""
+        """Return the rule for the value of an argument and the text after the value."""
         if self._format.kind == "python":
             return f"{rule}: {_python(schema, options)}"
         after = self._format.after_value
@@ -243,7 +244,7 @@ def _escaped(text: str) -> str:
 
 
 def _arguments(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the schema of a function's arguments, which always describes an object."""
+    """Convert `parameters` of a function to a schema of its arguments, which are an object."""
     if parameters is None:
         return {"type": "object", "properties": {}}
     schema = without_annotations(parameters)

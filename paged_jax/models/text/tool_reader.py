@@ -58,7 +58,7 @@ class ToolReader:
         self._skips_space = False  # white space between calls is ignored
         self._name = ""
         self._num_pairs = 0
-        self._is_in_text = False  # inside a string in tags, which is returned in pieces
+        self._is_in_text = False  # whether in a string in tags, which is returned in pieces
         self._json = _json_scanner()
         mark = format.mark
         self._start = mark or (format.opening + format.before_name)[:1]
@@ -114,8 +114,8 @@ class ToolReader:
             self._place = "python"
             return []
         found = self._head.match(self._buffer)
-        # If the format has no text after a name, the name is complete only when another character
-        # follows it.
+        # The text after a name shows that the name is complete. If the format has no such text,
+        # wait for any other character.
         if found and (found.end() < len(self._buffer) or is_last or self._format.after_name):
             self._buffer = self._buffer[found.end() :]
             return self._begin(found["name"])
@@ -163,7 +163,7 @@ class ToolReader:
         elif len(rest) > _MAX_HEAD:
             self._place = "text"
         if is_last:
-            self._buffer = ""  # drop an argument that was cut short
+            self._buffer = ""  # drop the last argument, which was cut short
         return []
 
     def _read_text_value(self, is_last: bool) -> list[AnswerDelta]:
@@ -174,7 +174,7 @@ class ToolReader:
         self._buffer = rest if ended else text[len(text) - held :]
         self._is_in_text = not ended
         if is_last and not ended:
-            self._buffer = ""  # the rest is a closing tag that was cut short
+            self._buffer = ""  # drop the closing tag, which was cut short
         piece = json.dumps(text[: len(text) - held], ensure_ascii=False)[1:-1]
         return [AnswerDelta("arguments", piece + ('"' if ended else ""))]
 
