@@ -56,9 +56,9 @@ class LlamaConfig:
       max_position_embeddings: maximum length of a sequence in tokens.
       rms_norm_eps: constant added to the mean square (or variance) in norms.
       rope_theta, rope_scaling: base and scaling of the rotary frequencies.
-      rope_local_base_freq: base of the rotary frequencies in layers with a sliding window, which
-        are not scaled; None if these layers rotate like the others.
-      rope_layers: whether each layer rotates queries and keys; empty if all layers do.
+      rope_local_base_freq: base of the rotary frequencies in layers with a sliding window, without
+        scaling; None if these layers rotate like the others.
+      rope_layers: for each layer, whether it rotates queries and keys; empty if all layers do.
       partial_rotary_factor: fraction of each head's elements that rotates, 0 to 1. The first
         elements rotate. With "proportional" scaling, layers with `rope_local_base_freq` rotate
         whole heads.
@@ -68,8 +68,8 @@ class LlamaConfig:
       qkv_bias, o_bias: whether the attention projections have biases.
       qk_norm: whether queries and keys are normalised.
       qk_norm_weight: whether these norms have weights.
-      qk_norm_layers: whether each layer normalises queries and keys; empty if `qk_norm` applies to
-        all layers.
+      qk_norm_layers: for each layer, whether it normalises queries and keys; empty if `qk_norm`
+        applies to all layers.
       value_norm: whether the values of each head are normalised, without a weight.
       attention_k_eq_v: whether layers without a sliding window have no projection of values. Their
         values are equal to the projected keys before normalisation and rotation.
@@ -102,10 +102,10 @@ class LlamaConfig:
       vocab_size_per_layer_input: number of tokens with a per-layer embedding, from token 0; 0 if
         all tokens of the vocabulary have one. Other tokens use the embedding of token 0.
       residual_streams: number and options of the residual streams; None for a single stream.
-      laurel_rank: rank of two projections of the normalised input of attention, whose output is
-        added to the residual stream after attention; 0 for none.
-      activation_sparsity: for each layer, the fraction of the MLP's gates to set to 0, which
-        assumes that the gates have a normal distribution; empty if no layer does this.
+      laurel_rank: rank of the low-rank projection that is added to the residual stream after
+        attention, see `residual.add_low_rank`; 0 for none.
+      activation_sparsity: for each layer, the fraction of the MLP's gates that is set to 0 if the
+        gates have a normal distribution; empty if no layer sets gates to 0.
       use_double_wide_mlp: whether the MLPs of the last `num_kv_shared_layers` layers have twice as
         many features.
       logit_scale: factor of the logits.
@@ -116,12 +116,12 @@ class LlamaConfig:
       num_experts, num_experts_per_tok: number of experts (0 for a dense MLP), and number of experts
         chosen for each token.
       moe_intermediate_size: features of each expert.
-      moe_latent_size: size of the vectors that experts read and write, which are projections of
-        hidden states; 0 for hidden states.
+      moe_latent_size: size of the vectors that experts read and write, if they are projections of
+        the hidden states; 0 if experts read and write hidden states.
       shared_expert_intermediate_size: features of the shared expert; 0 for none.
       shared_expert_gate: whether the output of the shared expert is multiplied by a gate.
       norm_topk_prob: whether the weights of the chosen experts are divided by their sum.
-      router: how experts are chosen and weighted.
+      router: options for choosing and weighting experts.
       expert_bias: whether router and experts have biases.
       separate_expert_norms: whether the inputs of the router and of the experts have separate
         norms, and the outputs of the experts and of the shared expert have separate norms before

@@ -261,20 +261,29 @@ class Family:
       architecture: name of the class in transformers.
       defaults: default values in transformers of keys that may be missing in ``config.json``.
       fixed: fields of `LlamaConfig` that have the same value in all models of the family.
-      sliding_layers: which layers have a sliding window. ``"none"``: no layer; ``"all"``: all
-        layers, if `sliding_window` is set; ``"switched"``: if `use_sliding_window` is true, the
-        layers in `layer_types`, by default those from `max_window_layers` on; ``"last"``: the same,
-        but without reading `use_sliding_window`; ``"pattern"``: the layers in `layer_types`, by
-        default all but every n-th, where n is `sliding_window_pattern`;
-        ``"pattern from the first"``: the same, but the first layer and every n-th after it have no
-        window; ``"pattern and the last"``: as ``"pattern"``, but the last layer never has a window;
-        ``"unused"``: no layer, although configs contain the keys that ``"switched"`` reads;
-        ``"chunked"``: no layer, but the layers in `layer_types` (by default all layers that rotate)
-        have chunked attention.
-      rope_layers: which layers rotate queries and keys. ``"all"``; ``"none"``; ``"sliding"``:
-        layers with a sliding window; ``"listed"``: layers with a 1 in `no_rope_layers`;
-        ``"switched"``: all if `position_embedding_type` is ``"rope"``, otherwise none;
-        ``"with a base"``: all, unless `rope_theta` is null.
+      sliding_layers: which layers have a sliding window.
+
+        - ``"none"``: no layer.
+        - ``"all"``: all layers, if `sliding_window` is set.
+        - ``"switched"``: no layer if `use_sliding_window` is false. Otherwise, the layers in
+          `layer_types`, by default the layers from `max_window_layers` on. If `rope_layers` is
+          ``"listed"``, the default is the layers that do not rotate.
+        - ``"last"``: like ``"switched"``, but `use_sliding_window` is not read.
+        - ``"pattern"``: the layers in `layer_types`, by default all layers except every n-th, where
+          n is `sliding_window_pattern`.
+        - ``"pattern from the first"``: like ``"pattern"``, but by default, the first layer and
+          every n-th layer after it have no window.
+        - ``"pattern and the last"``: like ``"pattern"``, but the last layer never has a window.
+        - ``"unused"``: no layer, although configs contain the keys that ``"switched"`` reads.
+        - ``"chunked"``: no layer. The layers in `layer_types`, by default all layers that rotate,
+          have chunked attention.
+      rope_layers: which layers rotate queries and keys.
+
+        - ``"all"`` or ``"none"``: all layers, or no layer.
+        - ``"sliding"``: the layers with a sliding window.
+        - ``"listed"``: the layers with a 1 in `no_rope_layers`.
+        - ``"switched"``: all layers if `position_embedding_type` is ``"rope"``, otherwise no layer.
+        - ``"with a base"``: all layers, unless `rope_theta` is null.
       local_rope: whether layers with a sliding window have their own base of the rotary
         frequencies, without scaling.
       query_scale: entry of ``config.json`` that describes the `QueryScale`. ``"none"``: there is
@@ -303,11 +312,15 @@ class Family:
         divided into groups; None if no key turns the groups on or off.
       shared_experts: key in ``config.json`` of the number of shared experts. They are computed as
         one MLP. None if ``config.json`` contains the size of this MLP instead.
-      dense_layers: which layers have a dense MLP instead of experts. ``"none"``; ``"first"``: the
-        first `first_k_dense_replace` layers; ``"listed"``: layers in `mlp_only_layers`, and all but
-        every n-th layer, where n is `decoder_sparse_step`; ``"others"``: layers that are not in
-        `moe_layers`, by default all but every n-th layer, where n is `interleave_moe_layer_step`.
-        If the config has a list `mlp_layer_types`, it is used instead.
+      dense_layers: which layers have a dense MLP instead of experts. If the config has a list
+        `mlp_layer_types`, this list is used instead.
+
+        - ``"none"``: no layer.
+        - ``"first"``: the first `first_k_dense_replace` layers.
+        - ``"listed"``: the layers in `mlp_only_layers`, and all layers except every n-th, where n
+          is `decoder_sparse_step`.
+        - ``"others"``: the layers that are not in `moe_layers`, by default all layers except every
+          n-th, where n is `interleave_moe_layer_step`.
       is_mxfp4: whether checkpoints may store experts in MXFP4, see `Mxfp4Experts`.
       mixer: layout of the entries about recurrent layers; None for a family without such layers.
       recurrent_norm_placement: `norm_placement` of recurrent layers; None if it is the same as in

@@ -77,7 +77,8 @@ class Layer(nnx.Module):
         down_proj             [E, F]
         router                [X, E]             router_bias           [X]
         router_correction_bias  [X]              router_expert_factor   [X]
-        experts_gate_up_proj  [X, 2, F, E]       experts_gate_up_bias  [X, 2, F]; 1 without gates
+        experts_gate_up_proj  [X, 2, F, E]       experts_gate_up_bias  [X, 2, F]; without gates 1
+                                             instead of 2 in both
         experts_down_proj     [X, E, F]          experts_down_bias     [X, E]
         moe_in_proj           [r, E]             moe_out_proj          [E, r]; experts then have r
                                                  instead of E, see `moe_latent_size`
@@ -92,7 +93,7 @@ class Layer(nnx.Module):
     Args:
       config: configuration in which all layers are like this one. With `shard`, the configuration
         of one device, see `tensor_parallel.shard_config`.
-      dtype: floating-point dtype of the model, which norms and biases have.
+      dtype: floating-point dtype of the model. Norms and biases have this dtype.
       formats: storage format of each matrix, by the name of the matrix in this layer.
       shard: this device's share of a tensor-parallel model; None without tensor parallelism.
       rngs: random keys for the initial weights.

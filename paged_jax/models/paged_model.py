@@ -418,9 +418,9 @@ def create_cache(
         ``min(P, S * w)`` blocks, where w is the maximum number of blocks that a slot holds in this
         group.
       block_size: tokens per block (C).
-      max_tokens: number of tokens that one program (for example one call of `prefill`) appends to a
-        slot at most. It determines w. A program may append more tokens to a slot if other slots
-        hold fewer blocks. None means `max_length`, and then windows save no memory.
+      max_tokens: maximum number of tokens that a program (for example a call of `prefill`) appends
+        to a slot. It determines w. A program may append more tokens to a slot if other slots hold
+        fewer blocks. None means `max_length`, and then windows save no memory.
       dtype: dtype of K and V. int8 and float8_e4m3fn quantise them, see `PagedCache.create`.
       num_states: number of states of recurrent layers, at least `num_slots`; None for `num_slots`.
         States beyond `num_slots` are used for snapshots in the prefix cache, see
