@@ -1,7 +1,7 @@
 """Default backends of calls on GPUs, from measurements.
 
 Several backends have kernels for the same GPU. ``python -m benchmarks.gpu.defaults`` reads results
-of measurements, and writes the faster backend of each call to `gpu_defaults.json`::
+of measurements, and writes the fastest backend of each call to `gpu_defaults.json`::
 
     {"NVIDIA H200": {"decode": {"D128 G4 C16 q:bfloat16 pool:bfloat16": {
         "backend": "mosaic_gpu",
@@ -10,9 +10,9 @@ of measurements, and writes the faster backend of each call to `gpu_defaults.jso
 
 The environment variable PAGED_JAX_GPU_DEFAULTS names another file to read instead.
 
-The table has entries only for measured calls. The keys of an entry are the GPU, the op, and the
-sizes and dtypes, so it applies to calls with any number of sequences, any lengths and any options.
-For calls without an entry, the order of the backends in `paged_jax.kernels.dispatch` decides.
+The table has entries only for measured calls. An entry is found by the GPU, the op, the sizes and
+the dtypes of a call. It applies to any number of sequences, any lengths and any options. For calls
+without an entry, the order of the backends in `paged_jax.kernels.dispatch` decides.
 """
 
 import functools

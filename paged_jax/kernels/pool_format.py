@@ -162,7 +162,8 @@ def quantise(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     Returns:
       ``(values, scale)``: `dtype` ``[..., D]`` and f32 ``[...]``. ``values * scale[..., None]``
       approximates `x`, with 255 levels for int8 and 3 bits of mantissa for fp8. The element of
-      largest magnitude in each row is exact. The scale of a row of zeros is 1.
+      largest magnitude in each row is exact, except for rounding in float32. The scale of a row of
+      zeros is 1.
 
     Example:
       >>> values, scale = quantise(jnp.array([1.0, -2.0, 0.5]), jnp.int8)
@@ -212,7 +213,8 @@ def quantise_parts(
 def round_half_to_even(x: jax.Array) -> jax.Array:
     """Round numbers in the range of i32 like `jnp.round`, and return them as i32.
 
-    The usual trick is to add and subtract 1.5 * 2**23, but compilers remove both operations.
+    It is not enough to add 1.5 * 2**23 and subtract it again, because compilers remove both
+    operations.
     """
     whole = jnp.abs(x).astype(jnp.int32)
     rest = jnp.abs(x) - whole.astype(x.dtype)  # exact
@@ -227,11 +229,11 @@ def round_up_to_lanes(head_dim: int) -> int:
 
 
 def padded_head_dim(head_dim: int, platform: str) -> int:
-    """Return the last dimension of a pool: the head dimension, padded to 128 lanes on TPUs.
+    """Return the last dimension of a pool: the head dimension, padded on TPUs.
 
-    It is a multiple of 128 on TPUs. The padding costs no memory there, because XLA stores arrays in
-    tiles of 128 lanes. XLA may give an unpadded pool another layout, and would then copy the whole
-    pool before each kernel.
+    On TPUs, it is a multiple of 128. The padding costs no memory there, because XLA stores arrays
+    in tiles of 128 lanes. XLA may give an unpadded pool another layout, and would then copy the
+    whole pool before each kernel.
 
     Example:
       >>> padded_head_dim(64, "cuda"), padded_head_dim(64, "tpu")

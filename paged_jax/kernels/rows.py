@@ -140,7 +140,7 @@ def _take_vectors(pool: jax.Array, layer: jax.Array, entries: jax.Array) -> jax.
 
 
 def _take_entries(pool: jax.Array, layer: jax.Array, entries: jax.Array) -> jax.Array:
-    """Return states ``[B, ...]`` of a layer of a pool ``[L, P, ...]``."""
+    """Return the states ``[B, ...]`` of some entries of a layer of a pool ``[L, P, ...]``."""
     L, P, *shape = pool.shape
     return take_rows(pool.reshape(L * P, *shape), layer * P + entries)
 
@@ -156,7 +156,10 @@ def _set_vectors(
 def _set_entries(
     pool: jax.Array, layer: jax.Array, entries: jax.Array, new: jax.Array
 ) -> jax.Array:
-    """Return a pool with new states of a layer. Entries past the end are dropped."""
+    """Return a pool with new states in some entries of a layer.
+
+    States with an entry past the end are dropped.
+    """
     L, P = pool.shape[:2]
     # Move entries past the end of a layer to the end of the pool. Otherwise, entry P of a layer
     # would be entry 0 of the next layer.

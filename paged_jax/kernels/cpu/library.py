@@ -466,7 +466,7 @@ def _lower_for_cpu(
 
 
 def _is_for_one_device_here(context: mlir.ModuleContext) -> bool:
-    """Return whether the program will run in this process on one device, without partitions."""
+    """Return whether the program will run on a single device of this process, unpartitioned."""
     if context.lowering_parameters.for_export:
         return False
     axes = context.axis_context

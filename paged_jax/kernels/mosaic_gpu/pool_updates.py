@@ -87,7 +87,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def does_not_fit(num_heads: int, head_dim: int) -> str:
-    """Return the reason for rejecting tokens with more heads than fit the shared memory."""
+    """Return the reason why kernels reject tokens whose heads do not fit the shared memory."""
     return f"the heads of a token, {num_heads} of {head_dim} elements, do not fit shared memory"
 
 
@@ -321,7 +321,7 @@ def _as_rows(pool: jax.Array) -> jax.Array:
 
 
 def _rows_at_once(view: jax.Array) -> int:
-    """Return the number of rows that a bulk copy moves; it divides the rows of a block."""
+    """Return the number of rows that a bulk copy moves, a divisor of the rows of a block."""
     _, num_rows, width = view.shape
     most = min(_COPY_BYTES // (width * view.dtype.itemsize), MAX_BOX, num_rows)
     return max(n for n in range(1, most + 1) if num_rows % n == 0)

@@ -130,7 +130,7 @@ class PrefillSizes(NamedTuple):
 
 
 def _count_tokens(heads: int) -> int:
-    """Return the maximum number of tokens of a tile with `heads` heads, a multiple of 8."""
+    """Return the number of tokens that fit a tile with `heads` heads, a multiple of 8."""
     return TILE // heads // TILE_ROWS * TILE_ROWS
 
 
@@ -327,7 +327,7 @@ class PrefillCopies(NamedTuple):
             )
 
     def load_step(self, step: jax.Array, _: None) -> None:
-        """Start the copies of the keys and values of a loop step when their tiles are free."""
+        """Start the copies of a loop step's keys and values, as soon as their tiles are free."""
         shared, stages = self.shared, self.sizes.num_stages
         slot, blocks = lax.rem(step, jnp.int32(stages)), self.load_blocks(step)
         start = self.tile.origin + step * self.sizes.step_tokens
@@ -363,7 +363,7 @@ class PrefillCopies(NamedTuple):
         plgpu.barrier_wait(self.shared.v_free.at[slot])
 
     def store(self, out_ref: Any, lse_ref: Any) -> None:
-        """Wait until both computing warpgroups have stored their output; copy it to GPU memory."""
+        """Copy the output to GPU memory, as soon as both computing warpgroups have stored it."""
         shared, index = self.shared, self.tile.index
         plgpu.barrier_wait(shared.is_done)
         for head, token, warpgroup, row, num_rows in self.sizes.boxes:

@@ -135,7 +135,7 @@ class _RopeTiles(NamedTuple):
 
 
 def _pieces(head_dim: int) -> list[tuple[int, int]]:
-    """Return the start and size of each piece in which a head is stored: all of it, or a half."""
+    """Return the start and size of each piece of a stored head: the whole head, or its halves."""
     half = head_dim // 2
     return [(0, head_dim)] if head_dim <= MAX_BOX else [(0, half), (half, half)]
 

@@ -97,12 +97,12 @@ def refusal(problem: Problem) -> str | None:
 
 
 def num_rows(group: int) -> int:
-    """Return the number of rows of a tile for a group of query heads, a power of two."""
+    """Return the number of rows of a tile: the group size, rounded up to a power of two."""
     return pl.next_power_of_2(group)
 
 
 def num_lanes(head_dim: int) -> int:
-    """Return the number of lanes of a tile for a head dimension, a power of two."""
+    """Round `head_dim` up to the number of lanes of a tile, a power of two of at least 16."""
     return max(pl.next_power_of_2(head_dim), SMALLEST_DOT)
 
 
