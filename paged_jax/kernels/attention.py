@@ -107,8 +107,9 @@ def paged_attention(
       k_pool: ``[L, P, K, C, D]``, keys, including the key of the last token. Floating point, or
         int8 or float8_e4m3fn with scales. The last dimension may be padded to a multiple of 128,
         which TPUs need. The padding may hold anything.
-      v_pool: values, of the same shape and dtype as `k_pool`. None if the values are the first
-        `value_dim` elements of the keys, as in latent attention (DeepSeek-V2, section 2.1).
+      v_pool: ``[L, P, K, C, U]``, values, of the dtype of `k_pool` and padded like it. U is D in
+        most models. None if the values are the first `value_dim` elements of the keys, as in latent
+        attention (DeepSeek-V2, section 2.1).
       block_tables: integer ``[B, M]``, block ids of each sequence in order. Entries past the end of
         a sequence may hold anything.
       context_lens: integer ``[B]``, tokens in each sequence, including the query's token. The

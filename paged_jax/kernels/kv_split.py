@@ -63,8 +63,8 @@ class KVSplit(NamedTuple):
       step_tokens: tokens in a loop step.
       capacity: tokens that a row of the block table can hold.
       window: size of the sliding window in tokens; None for no window.
-      alignment: a divisor of `step_tokens`. The first loop step of a sequence starts at a multiple
-        of it, even if the sliding window starts after this token.
+      alignment: a divisor of `step_tokens`. The first loop step of a sequence starts at the last
+        multiple of `alignment` that is not after the start of the sliding window.
     """
 
     batch: int

@@ -286,7 +286,7 @@ def test_load_compiles_an_undamaged_kernel_again_if_it_cannot_be_loaded(
     library._compile([other if x == own else x for x in command], fresh / "other.so")
     folder = library.user_cache.cache_folder("kernels")
     for content in ((fresh / "other.so").read_bytes(), b"of another system"):
-        (folder / library._kept_name(target, content)).write_bytes(content)
+        (folder / library._cached_name(target, content)).write_bytes(content)
     with caplog.at_level(logging.WARNING, "paged_jax"):
         assert target in run_fresh(32)
     assert not caplog.records

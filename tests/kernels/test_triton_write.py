@@ -48,7 +48,7 @@ def test_choose_backend_gives_xla_what_triton_does_not_support():
     assert choose_backend(problem("bfloat16"), "cuda").backend == "triton"
     for refused, reason in (
         (problem("float64"), "got float64"),
-        (problem("int8", D=17), "the head dimension must be even, got 17"),
+        (problem("int8", D=17), "an even number of elements, got 17 and 17"),
         (problem("int8", "copy_blocks", K=1, C=1, D=10), "a multiple of 4 bytes, got 10"),
     ):
         choice = choose_backend(refused, "cuda")

@@ -184,7 +184,7 @@ def _find_or_compile(kernel: Kernel) -> str:
     # version of the kernel.
     target = _prefix(kernel) + _digest(command)
     folder = user_cache.cache_folder("kernels")
-    if folder is not None and _register_kept(kernel, target, folder):
+    if folder is not None and _register_cached(kernel, target, folder):
         return target
     with _build_folder(folder) as temporary:
         path = Path(temporary) / f"{target}.so"
@@ -193,11 +193,11 @@ def _find_or_compile(kernel: Kernel) -> str:
         _check(kernel, target)
         if folder is not None:
             content = path.read_bytes()
-            user_cache.write(folder / _kept_name(target, content), content)
+            user_cache.write(folder / _cached_name(target, content), content)
     return target
 
 
-def _register_kept(kernel: Kernel, target: str, folder: Path) -> bool:
+def _register_cached(kernel: Kernel, target: str, folder: Path) -> bool:
     """Register the library of `target` from the cache folder; return whether that succeeded.
 
     An undamaged file may still be unusable: another container that shares the folder may have
@@ -207,7 +207,7 @@ def _register_kept(kernel: Kernel, target: str, folder: Path) -> bool:
         content = user_cache.read(path)
         if content is None:
             continue
-        if path.name != _kept_name(target, content):
+        if path.name != _cached_name(target, content):
             _logger.info("%s is damaged and is compiled again.", path.name)
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -221,7 +221,7 @@ def _register_kept(kernel: Kernel, target: str, folder: Path) -> bool:
     return False
 
 
-def _kept_name(target: str, content: bytes) -> str:
+def _cached_name(target: str, content: bytes) -> str:
     return f"{target}.{hashlib.sha256(content).hexdigest()[:32]}.so"
 
 

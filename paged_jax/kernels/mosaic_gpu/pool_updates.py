@@ -203,7 +203,7 @@ def _write_kernel(layer_ref, blocks_ref, offsets_ref, *refs, num_halves):
     place = layer, block, offset = layer_ref[0], blocks_ref[token], offsets_ref[token]
     heads = pl.ds(0, num_heads)
 
-    @pl.when(is_kept(*place, pool_refs[0].shape))
+    @pl.when(is_in_range(*place, pool_refs[0].shape))
     def _():
         # Start the bulk copies of all ranges of lanes (`_pieces`) before waiting for the first one.
         for new_ref, half in zip(new_refs, halves, strict=True):
@@ -222,7 +222,7 @@ def _write_kernel(layer_ref, blocks_ref, offsets_ref, *refs, num_halves):
         plgpu.wait_smem_to_gmem(0)
 
 
-def is_kept(
+def is_in_range(
     layer: jax.Array, block: jax.Array, offset: jax.Array, pool_shape: Sequence[int]
 ) -> jax.Array:
     """Return whether the layer, block and offset of a token are in the range of the pool."""

@@ -29,7 +29,7 @@ from paged_jax.kernels.mosaic_gpu.launch import MAX_BOX, MAX_SHARED_MEMORY, laun
 from paged_jax.kernels.mosaic_gpu.pool_updates import (
     WARP_LANES,
     does_not_fit,
-    is_kept,
+    is_in_range,
     load_rows,
     padded_rows,
     row_layout,
@@ -261,7 +261,7 @@ def _store_heads(
             target = q_ref.at[(*boxes.place(box), pl.ds(*lanes))]
             plgpu.copy_smem_to_gmem(piece.at[box, pl.ds(0, boxes.num_queries)], target)
 
-    @pl.when(is_kept(layer, block, offset, pool_refs[0].shape))
+    @pl.when(is_in_range(layer, block, offset, pool_refs[0].shape))
     def _():
         for cast, pool_ref in zip(shared.cast, pool_refs[:2], strict=True):
             for lanes, piece in zip(pieces, cast, strict=True):

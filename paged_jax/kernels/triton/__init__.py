@@ -98,7 +98,10 @@ def _pool_refusal(problem: Problem, verb: str) -> str | None:
         known = ", ".join(tiles.FLOATING)
         return f"pools must be {known}, int8 or float8_e4m3fn, got {pool_dtype}"
     if problem["D"] % 2 or problem.lanes % 2 or problem.value_dim % 2:
-        return f"it {verb} bytes in pairs, so the head dimension must be even, got {problem['D']}"
+        return (
+            f"it {verb} bytes in pairs, so keys and values must have an even number of elements, "
+            f"got {problem['D']} and {problem.value_dim}"
+        )
     return None
 
 

@@ -199,7 +199,9 @@ class WeightTile(NamedTuple):
     def convert(
         self, values: tuple[jax.Array, ...], scales: tuple[jax.Array | None, ...], half: int
     ) -> jax.Array:
-        """Convert half `half` of the bytes to floats ``[N, columns]`` in the dtype of the matmul.
+        """Convert the low or the high halves of the bytes to floats ``[N, columns]``.
+
+        The floats have the dtype of the matmul.
 
         Args:
           values: result of `load_values`.
@@ -331,7 +333,10 @@ def _tables(code: str, dtype: Any) -> list[list[int]]:
 
 
 def _looked_up_code(num_tables: int, half: int, kind: _Half, has_min: bool) -> str:
-    """Return PTX that converts half `half` of two bytes, given the results of `_look_up`."""
+    """Return PTX that converts the low or high halves of two bytes, given `_look_up`'s results.
+
+    `half` is 0 for the low halves, 1 for the high halves.
+    """
     fma, offset = f"fma.rn.{kind.name}", kind.pair(-kind.base - _OFFSETS["e2m1"])
     lines = [
         f"{{ .reg .b32 t, one, zero; mov.b32 one, {kind.pair(1)}; mov.b32 zero, {kind.pair(-0.0)};"
@@ -347,7 +352,7 @@ def _looked_up_code(num_tables: int, half: int, kind: _Half, has_min: bool) -> s
 
 
 def _integer_code(code: str, half: int, kind: _Half, has_min: bool) -> str:
-    """Return PTX that converts half `half` of four bytes with an integer code.
+    """Return PTX that converts the low or high halves of four bytes with an integer code.
 
     `half` is 0 for the low halves, 1 for the high halves.
     """

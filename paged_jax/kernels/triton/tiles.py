@@ -320,7 +320,7 @@ def score(
     """Compute the scores of a tile of keys, without a positive factor that `fold` applies.
 
     Args:
-      q: ``[R, lanes]``, or a tuple, from `fit_queries`. They have not been multiplied by
+      q: queries ``[R, lanes]``, or a tuple, from `fit_queries`. They have not been multiplied by
         ``options.scale``, because this would round them again.
       unit: f32 ``[R]`` or None, from `fit_queries`.
       k: ``[N, lanes]``, or a tuple if `q` is a tuple. It is converted to the dtype of `q`.
