@@ -1,8 +1,8 @@
 """Conversion of tiles of quantised weights to floats in the registers of a kernel.
 
 A compiled kernel converts four bytes of a weight at a time, in PTX. The bytes are four 8-bit
-values, or eight packed 4-bit values, of which the low or the high halves of the bytes are
-converted. An interpreted kernel uses `jnp`.
+values, or eight packed 4-bit values. If values are packed, the low halves and the high halves of
+the bytes are converted separately. An interpreted kernel uses `jnp`.
 
 The compiled conversion of 4-bit values takes two steps. The first step gives numbers that the dtype
 of the matmul represents exactly:
@@ -262,8 +262,8 @@ class _Half(NamedTuple):
 
     Attributes:
       name: type suffix of PTX instructions that process two numbers of the dtype at a time.
-      base: a number whose low byte is zero. Writing a small integer n to this byte gives the number
-        ``base + n``.
+      base: a number with a low byte of zero. Writing a small integer n to this byte gives the
+        number ``base + n``.
     """
 
     name: str
