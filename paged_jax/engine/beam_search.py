@@ -341,7 +341,7 @@ def _check_fits(core: EngineCore, search: "_Search") -> None:
 
 
 class _Search(BeamChoice):
-    """The search for a prompt: its beams, and the slots of the beams while the search runs."""
+    """Beam search for one prompt: the beams, and their slots while the search runs."""
 
     def __init__(
         self,

@@ -221,7 +221,7 @@ class EngineCore:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the next step is already queued, planned before the latest tokens were read."""
+        """Whether the next step is queued already, so it was planned without the latest tokens."""
         return self._ahead is not None
 
     @property

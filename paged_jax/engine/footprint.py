@@ -89,7 +89,7 @@ _RESIDUALS = 4
 # Temporary bytes per logit in a step that samples tokens. With jax 0.10.2, such a step needed 8.7
 # arrays with 4 bytes per logit, that is, 35 bytes per logit.
 _CHOICE_BYTES = 40
-# Number of copies of the states of all rows that a recurrent layer needs: the old states, the new
+# A recurrent layer needs memory for three copies of the states of all rows: the old states, the new
 # states, and a copy in the layout of the matmuls. With jax 0.10.2, programs needed memory for 2.4
 # copies.
 _STATE_COPIES = 3
@@ -175,11 +175,11 @@ class Footprint(NamedTuple):
 
     @property
     def max_blocks(self) -> int:
-        """Maximum number of blocks of the first group that slots hold at the same time."""
+        """Maximum number of blocks of the first group that all slots together can hold."""
         return self.groups[0].max_blocks
 
     def group_sizes(self, num_blocks: int) -> tuple[int, ...]:
-        """Return the number of blocks of each group if the first group has `num_blocks`."""
+        """Return the number of blocks of each group if the first group has `num_blocks` blocks."""
         return tuple(
             num_blocks
             if group.window is None or group is self.groups[0]
@@ -188,7 +188,7 @@ class Footprint(NamedTuple):
         )
 
     def pool_bytes(self, num_blocks: int, *, with_overhead: bool = False) -> int:
-        """Return the bytes of the pools of all groups if the first group has `num_blocks`."""
+        """Return the bytes of the pools of all groups if the first has `num_blocks` blocks."""
         sizes = zip(self.groups, self.group_sizes(num_blocks), strict=True)
         return sum(size * (group.block + with_overhead * group.overhead) for group, size in sizes)
 

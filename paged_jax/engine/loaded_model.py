@@ -201,8 +201,8 @@ def load_generation_config(
 ) -> GenerationConfig:
     """Return the generation defaults in the model's folder, or else the tokenizer's defaults.
 
-    Sampling defaults that were passed to the constructor of `Tokenizer` replace the sampling
-    defaults in the folder.
+    If the `Tokenizer` was created with sampling defaults, they replace the sampling defaults in the
+    folder.
 
     Raises:
       ValueError: see `GenerationConfig.from_folder`.

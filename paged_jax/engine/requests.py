@@ -26,7 +26,7 @@ class RequestTable:
     """Table of the unfinished requests.
 
     Args:
-      scheduler: scheduler with the same requests; the table adds and removes them there.
+      scheduler: scheduler with the same requests; the table adds them to it and removes them.
       runner: runner that frees the slots of ended requests.
 
     Attributes:
@@ -63,7 +63,7 @@ class RequestTable:
         self.num_added += 1
 
     def note_start(self, plan: StepPlan) -> None:
-        """Record start time and number of cached tokens of requests that run for the first time."""
+        """Record start time and cached tokens of the requests that run for the first time."""
         now = time.perf_counter()
         chunked = (sequence for sequence, _ in plan.chunks)
         for sequence in [*chunked, *plan.computed, *plan.decodes]:

@@ -199,8 +199,8 @@ class MaskClock:
         # `_next` is the value of k to use after the current measurement with k = 0. If `_next` is
         # 0, k stays 0 for a whole period.
         self._next = 1
-        # If a cycle with k = `_next` took too long compared with an older measurement of k = 0,
-        # this is its duration. Otherwise it is 0.
+        # The duration of a cycle with k = `_next`, if the cycle took too long compared with an
+        # older measurement of k = 0. Otherwise 0.
         self._doubtful_seconds = 0.0
         self._lookahead.num_free_steps = 0
 

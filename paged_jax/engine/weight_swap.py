@@ -37,7 +37,7 @@ from paged_jax.models.quantise import change_format
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.weights import Weights
 
-# Fields of a config that may differ, because they do not affect the logits of a model.
+# Config fields in which new weights may differ, because they do not affect the logits of a model.
 _IRRELEVANT = {
     "max_position_embeddings",
     "initializer_range",
@@ -163,8 +163,8 @@ class WeightSwap:
             )
         new, layout = jax.tree.leaves(params), dict(zip(leaves.names, weights.layout, strict=True))
         if len(names) == len(leaves.names):
-            # There are as many arrays as leaves in the engine's model, so the arrays already have
-            # the formats of that model.
+            # `params` has as many arrays as the engine's model has leaves, so it already has the
+            # formats of that model.
             formats = None
         own = leaves.names if formats is None else names
         _check_shapes([jnp.shape(x) for x in new], [_shape(x, layout[x], formats) for x in own])

@@ -245,8 +245,8 @@ def verify_steps(
     # 2` draft tokens are useful.
     room = first.max_lengths - starts - 2
     if state.cache.states is not None:
-        # Do not pass the next multiple of `interval` tokens, so that the next dispatch can leave a
-        # mark (a saved recurrent state) there.
+        # Stop at the next multiple of `interval` tokens, so that the next dispatch can save the
+        # recurrent state there as a mark.
         interval = state_interval(state.cache.block_size)
         room = jnp.minimum(room, interval - 1 - starts % interval)
     num_drafts = jnp.clip(num_drafts, 0, jnp.clip(room, 0, T))
@@ -297,8 +297,7 @@ def _plan_steps(
     return paged_cache.plan(cache, limits, most, max_tokens=max_steps, backend=backend)
 
 
-# Values of `_Batch.status`. They mean that the row gets more tokens, that it must wait for the
-# host, and that it has stopped.
+# Values of `_Batch.status`: the row gets more tokens, waits for the host, or has stopped.
 _RUNNING, _WAITING, _COMPLETE = np.int32(0), np.int32(1), np.int32(2)
 
 
@@ -410,7 +409,7 @@ class _Batch:
     def put_back(
         self, state: DecodeState, cache: PagedCache, ok: jax.Array
     ) -> tuple[StepTokens, DecodeState]:
-        """Return the `StepTokens`, and `state` updated with the rows and with `cache`."""
+        """Return the `StepTokens`, and `state` with `cache` and the new values of the rows."""
         starts = state.cache.lengths.at[self.slots].get(mode="fill", fill_value=-1)
         sampling = dataclasses.replace(
             state.sampling,

@@ -228,7 +228,7 @@ class LeadingExecutor(Executor):
 
 
 def _numbers(assignment: Assignment) -> dict[str, Any]:
-    """Return the fields of an assignment, except its tokens, as values for JSON."""
+    """Return all fields of an assignment except its tokens, as values for JSON."""
     numbers = assignment._asdict()
     del numbers["token_ids"]
     params = assignment.params
@@ -239,7 +239,7 @@ def _numbers(assignment: Assignment) -> dict[str, Any]:
 
 
 def follow(executor: Executor, channel: Channel) -> None:
-    """Receive messages from process 0 and do the same actions, until the message "end".
+    """Receive messages from process 0 and do the same actions, until "end" is received.
 
     Args:
       executor: an executor that was created with the same arguments as in process 0.

@@ -29,7 +29,7 @@ from paged_jax.scheduler.request import Sequence
 class BlockMemory(Protocol):
     """Interface to the KV cache that the scheduler uses; `ModelRunner` implements it.
 
-    It has neither arrays nor block ids. Each call takes effect immediately.
+    Its methods neither take nor return arrays or block ids. Each call takes effect immediately.
     """
 
     @property
@@ -163,9 +163,9 @@ class BlockBudget:
         return memory.num_held(sequences)
 
     def num_for_admission(self, num_tokens: int) -> int:
-        """Return the number of blocks that are reserved for an admitted sequence.
+        """Return the number of blocks to reserve when a sequence is admitted.
 
-        They are for `num_tokens` tokens, all tokens of the sequence.
+        `num_tokens` is the number of all tokens of the sequence.
         """
         return self.num_wanted(num_tokens)
 
@@ -277,7 +277,7 @@ class WindowBlockBudget(BlockBudget):
         return sum(self.num_in_row(s.num_computed, s.program_start) for s in sequences)
 
     def num_for_admission(self, num_tokens: int) -> int:
-        """Return the number of blocks that are reserved for an admitted sequence.
+        """Return the number of blocks to reserve when a sequence is admitted.
 
         This is `num_wanted`, but at most P: in a small pool, chunks are shorter.
         """

@@ -77,7 +77,7 @@ class StepPlanner:
         self._num_growing += self._block_budget.can_grow(sequence)
 
     def _take(self, num_tokens: int, num_blocks: int) -> None:
-        """Subtract tokens and reserved blocks from the numbers that are left."""
+        """Subtract tokens and blocks from the numbers that are left for the step."""
         self.num_tokens -= num_tokens
         self.num_free -= num_blocks
         self._num_promised -= num_blocks
@@ -383,7 +383,7 @@ class Admission:
     def _reason_to_wait(
         self, planner: StepPlanner, sequence: Sequence, computing: set[bytes]
     ) -> WaitReason:
-        """Return why a sequence cannot start, apart from a lack of blocks; empty if it can."""
+        """Return the reason why a sequence cannot start, or "". Does not check free blocks."""
         if self.waits_for_prefix(sequence, computing):
             for running in self._queue.running:
                 self._keep_common_prefixes(running, [sequence])
@@ -434,7 +434,7 @@ class Admission:
     def _numbers(
         self, planner: StepPlanner, sequence: Sequence, reason: WaitReason
     ) -> dict[str, int]:
-        """Return `Wait.numbers`, the numbers that explain why a sequence waits."""
+        """Return the numbers that explain why a sequence waits, see `Wait.numbers`."""
         if reason == "slots":
             return {"num_slots": len(self._queue.running)}
         if reason == "budget":

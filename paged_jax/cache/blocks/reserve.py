@@ -305,8 +305,8 @@ def plan_columns(
     Returns:
       `(columns, is_taken)`: i32[S, W], the columns, and bool[S, W], whether each gets a new block.
     """
-    # Maximum number (W) of columns of a block-table row into which `max_tokens` new tokens of a
-    # slot can fall. It is 1 for a single token.
+    # Maximum number (W) of block-table columns that `max_tokens` new tokens of a slot can occupy.
+    # It is 1 for a single token.
     width = 1 + num_blocks_needed(max_tokens - 1, tables.block_size)
     ahead = jnp.arange(min(width, tables.max_blocks_per_slot), dtype=jnp.int32)
     columns_SW = (tables.lengths // tables.block_size)[:, None] + ahead[None, :]

@@ -46,8 +46,8 @@ from paged_jax.formatting import short_repr
 from paged_jax.kernels.opaque_call import take_or_fill, without_index_checks
 
 # Number of prompt tokens that recurrent layers process together. Prompt chunks end at multiples of
-# this number, so that the states do not depend on the chunk sizes. A mark, the saved state that is
-# described above, is the state after a multiple of this number of tokens.
+# this number, so that the states do not depend on the chunk sizes. A mark (see the docstring of the
+# module) is the state after a multiple of this number of tokens.
 STATE_INTERVAL = 64
 
 
@@ -66,9 +66,9 @@ class StateTables:
       sources: i32[S], the entry that the next program reads; P stands for a state of zeros.
       marks: i32[S], the entry with each slot's mark, a saved earlier state; P if the slot has none.
       mark_lengths: i32[S], the number of tokens that the mark covers.
-      spares: i32[S], a free entry for the states after more than `turns` tokens, so that the entry
-        with the state after `turns` tokens becomes the mark. P if the next program leaves no mark.
-        See `plan_states`.
+      spares: i32[S], a free entry for the states after more than `turns` tokens. So the state after
+        `turns` tokens is not overwritten, and its entry becomes the mark. P if the next program
+        leaves no mark. See `plan_states`.
       turns: i32[S], the number of tokens that the next mark covers.
     """
 
