@@ -157,7 +157,7 @@ def hold(pool: BlockPool, entries: jax.Array) -> BlockPool:
 
 @without_index_checks
 def give_back(pool: BlockPool, entries: jax.Array) -> BlockPool:
-    """Remove a reference to a block for each element of `entries`; queue blocks without references.
+    """Remove a reference to a block for each element of `entries`; free blocks without references.
 
     Blocks that become free join the free queue in the order of `entries`: cached blocks at its
     tail, uncached blocks at its head. If an id is repeated, its last occurrence determines the
@@ -192,7 +192,7 @@ def give_back(pool: BlockPool, entries: jax.Array) -> BlockPool:
 
 @without_index_checks
 def revive(pool: BlockPool, blocks: jax.Array) -> BlockPool:
-    """Add a reference to each of `blocks`, and remove the free ones from the free queue.
+    """Add a reference to each of `blocks`, and remove free blocks from the free queue.
 
     A free block may be anywhere in the queue, so the cost is proportional to P.
 

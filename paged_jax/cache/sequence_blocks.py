@@ -153,7 +153,7 @@ def link_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class PrefixChain:
-    """Digests of the full blocks of one growing sequence; each is computed once.
+    """Digests of the full blocks of one growing sequence; each digest is computed once.
 
     Args:
       root: see `root_digest`.

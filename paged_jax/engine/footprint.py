@@ -111,7 +111,7 @@ class GroupFootprint(NamedTuple):
       block: bytes of K and V of a block in these layers, including scales.
       overhead: other bytes per block, see `overhead` in the docstring of the module.
       max_blocks_per_slot: maximum number of blocks that a slot holds.
-      max_blocks: maximum number of blocks that all slots hold.
+      max_blocks: maximum number of blocks that all slots together hold.
     """
 
     window: int | None

@@ -477,7 +477,7 @@ class ModelRunner:
             self.executor.write_token_masks(masks)
 
     def _decode_slots(self, sequences: Collection[Sequence]) -> np.ndarray:
-        """Return the slots of `sequences`, after writing sampling states that are not written yet.
+        """Write the sampling states of new sequences to the device, and return all slots.
 
         The result is padded with -1 to a batch size of the compiled programs, see `row_bucket`.
         """

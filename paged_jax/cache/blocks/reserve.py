@@ -322,8 +322,8 @@ class ReservePlan:
     """Blocks that `plan` chose for the next tokens of the slots, but did not allocate.
 
     Attributes:
-      num_tokens: i32[], the number of new tokens that each slot has blocks for. A slot whose limit
-        is lower has blocks for its limit.
+      num_tokens: i32[], the number of new tokens for which each slot has blocks. A slot with a
+        lower limit has blocks only for its limit.
       block_tables: i32[S, M], the block tables with the planned blocks filled in.
       copies: block copies that must be made before K and V are written.
       columns: i32[S, W], the columns of the tables that may change.

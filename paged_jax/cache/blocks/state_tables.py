@@ -61,7 +61,7 @@ class StateTables:
       pool: the `BlockPool` of the entries; a cached entry is a snapshot. For each snapshot,
         the pool's `token_ids` hold the tokens of the attention block whose last token is the
         snapshot's last token.
-      entries: i32[S], the entry that the next program writes the new state of each slot to. After
+      entries: i32[S], the entry to which the next program writes the new state of each slot. After
         the program it holds the state after all tokens of the slot. P if the slot is empty.
       sources: i32[S], the entry that the next program reads; P stands for a state of zeros.
       marks: i32[S], the entry with each slot's mark, a saved earlier state; P if the slot has none.
