@@ -24,7 +24,7 @@ from typing import Any, overload
 
 import numpy as np
 
-_MAGIC = b"GGUF"
+MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4
@@ -149,8 +149,8 @@ class Texts(Sequence[str]):
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Return whether a path has the suffix of a GGUF file. The file is not read."""
-    return Path(path).suffix.lower() == ".gguf"
+    """Return whether a path has the suffix of a GGUF file, and is not a folder."""
+    return Path(path).suffix.lower() == ".gguf" and not Path(path).is_dir()
 
 
 def _open(path: Path) -> GgufFile:
@@ -192,7 +192,7 @@ class _HeaderReader:
         self._place = 0
 
     def read(self) -> GgufFile:
-        if self._take(4, "the magic number") != _MAGIC:
+        if self._take(4, "the magic number") != MAGIC:
             raise self._error("must be a GGUF file, but its first four bytes are not 'GGUF'")
         version = self._number("<I", "the version")
         if version & 0xFFFF == 0:

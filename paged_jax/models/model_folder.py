@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paged_jax.arguments import is_int, is_real
+from paged_jax.models.gguf_file import MAGIC
 
 # Value of the argument `default` for entries that must not be missing.
 REQUIRED: Any = object()
@@ -38,7 +39,9 @@ def read_config_json(path: Path) -> dict[str, Any]:
       ValueError: the file does not hold a JSON object.
     """
     if path.is_file() and path.suffix != ".json":
-        raise ValueError(f"{path}: must be a folder or a config.json.{describe_folder(path)}")
+        raise ValueError(
+            f"{path}: must be a folder, a GGUF file or a config.json.{describe_folder(path)}"
+        )
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file.{describe_folder(file.parent)}")
@@ -150,6 +153,9 @@ def describe_folder(folder: Path) -> str:
     if folder.is_file():
         if folder.suffix == ".safetensors":
             return " Give the folder that contains it, with its config.json."
+        with folder.open("rb") as file:
+            if file.read(len(MAGIC)) == MAGIC:
+                return " The content is in GGUF format. Give the file a name that ends with .gguf."
         return _other_formats(folder.parent, [folder.name])
     if not folder.is_dir():
         return ""

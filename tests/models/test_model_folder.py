@@ -77,6 +77,18 @@ def test_from_pretrained_describes_files(tmp_path):
         from_pretrained(Llama, tmp_path / "model.onnx")
     with pytest.raises(OSError, match="Give the folder that contains it"):
         from_pretrained(Llama, tmp_path / "model.safetensors")
+    fill(tmp_path, {"sha256-1": "GGUF"})
+    with pytest.raises(OSError, match="is in GGUF format. Give the file a name that ends with"):
+        from_pretrained(Llama, tmp_path / "sha256-1")
+
+
+def test_from_pretrained_reads_a_folder_that_is_named_like_a_file(tmp_path):
+    folder = tmp_path / "model.gguf"
+    shutil.copytree(bundled_folder(), folder)
+    assert from_pretrained(Llama, folder).config.num_hidden_layers == 5
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="config.json: no such file"):
+        from_pretrained(Llama, folder)
 
 
 def test_plan_describes_wrong_paths(tmp_path, capsys):
