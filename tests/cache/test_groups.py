@@ -190,6 +190,31 @@ TestHistories = GroupsMachine.TestCase
 TestHistories.settings = SETTINGS
 
 
+def test_publish_replaces_blocks_that_groups_with_windows_have_evicted():
+    machine = GroupsMachine()
+    machine.start()
+
+    def fill(slot: int, num_tokens: int, alike: bool) -> None:
+        for start in range(0, num_tokens, MAX_TOKENS):
+            count = min(MAX_TOKENS, num_tokens - start)
+            machine.append([count * (s == slot) for s in range(S)], alike)
+            machine.publish_all()
+            machine.agrees_with_the_model()
+
+    fill(0, 3 * C, alike=True)
+    prefix = list(machine.blocks.tokens[0])
+    fill(0, 4 * C, alike=False)
+    for _ in range(2):  # other sequences need the blocks that have left the windows of slot 0
+        fill(3, M * C, alike=False)
+        machine.release([s == 3 for s in range(S)])
+    assert machine.attach_to(1, prefix, False) == 0
+    assert machine.blocks.first.blocks[0][0] in machine.blocks.first.cached
+    fill(1, 3 * C, alike=True)
+    assert machine.attach_to(2, prefix, False) == 3
+    machine.agrees_with_the_model()
+    assert machine.blocks.first.blocks[2] == machine.blocks.first.blocks[1]
+
+
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_histories_like_an_engine_match_the_model(seed):
     num_found, num_lost, num_refused = run_engine(GroupsMachine(), seed, 150)

@@ -134,17 +134,27 @@ class BlockModel:
             self.tokens[slot] += content.token_ids
         return len(self.blocks[slot])
 
-    def publish(self, entries: list[tuple[int, int, Content]]) -> None:
-        """Publish the blocks at some slots and columns."""
-        for slot, column, content in entries:
+    def publish(
+        self, entries: list[tuple[int, int, Content]], replaces: list[bool] | None = None
+    ) -> None:
+        """Publish the blocks at some slots and columns, perhaps in place of older blocks."""
+        before = dict(self.cached)
+        for (slot, column, content), is_newer in zip(
+            entries, replaces or [False] * len(entries), strict=True
+        ):
             if not 0 <= slot < len(self.blocks):
                 continue
             if not 0 <= column < len(self.tokens[slot]) // self.block_size:
                 continue
             block = self.blocks[slot][column]
-            digests = [known.digest for known in self.cached.values()]
-            if block not in self.cached and content.digest not in digests:
-                self.cached[block] = content
+            known = [b for b, each in self.cached.items() if each.digest == content.digest]
+            if block in before or block in self.cached:
+                continue
+            if is_newer and known and known[0] in before:
+                del self.cached[known[0]]
+            elif known:
+                continue
+            self.cached[block] = content
 
     def forget(self) -> None:
         """Remove all blocks from the prefix cache."""

@@ -50,7 +50,10 @@ class WindowModel(BlockModel):
         for block, (_, _, content) in zip(held, entries, strict=True):
             if block is not None and content not in self.cached.values():
                 self.cached.setdefault(block, content)
-        # Blocks that cannot be found are reused before blocks that can.
+        self.sort_free()
+
+    def sort_free(self) -> None:
+        """Move blocks that cannot be found before blocks that can: they are reused first."""
         self.free = deque(sorted(self.free, key=lambda block: block in self.cached))
 
     def shortest(self, slot: int) -> int:
@@ -153,7 +156,8 @@ class GroupsModel:
     def publish(self, entries: list[tuple[int, int, Content]]) -> None:
         """Publish blocks; in other models only the blocks that match the first model."""
         before = set(self.first.cached)
-        self.first.publish(entries)
+        self.first.publish(entries, [self._would_complete(*entry) for entry in entries])
+        self.first.sort_free()
         taken, news = [], []
         for slot, column, content in entries:
             held = self.first.blocks[slot] if 0 <= slot < len(self.tokens) else []
@@ -163,6 +167,18 @@ class GroupsModel:
                 news.append(leading not in before)
         for model in self.models[1:]:
             model.publish_alike(taken, news)
+
+    def _would_complete(self, slot: int, column: int, content: Content) -> bool:
+        """Return whether a model gets a block that it has evicted, and none loses its copy."""
+        adds = loses = False
+        for model in self.models[1:]:
+            row = model.blocks[slot] if 0 <= slot < len(model.blocks) else []
+            is_full = 0 <= column < len(self.tokens[slot]) // model.block_size if row else False
+            block = row[column] if is_full else None
+            is_known = content.digest in [known.digest for known in model.cached.values()]
+            adds |= block is not None and not is_known and block not in model.cached
+            loses |= is_known and block is None
+        return adds and not loses
 
     def forget(self) -> None:
         """See `BlockModel.forget`."""

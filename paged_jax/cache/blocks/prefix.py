@@ -184,18 +184,7 @@ def publish(
       >>> tables.pool.is_cached.tolist()
       [True, False, False, False]
     """
-    digests, token_ids = _as_contents("publish", tables, digests, token_ids)
-    slots, columns = jnp.asarray(slots), jnp.asarray(columns)
-    bind("publish", digests=(digests[:, 0], "N"), slots=(slots, "N"), columns=(columns, "N"))
-    slots = check_dtype("publish", "slots", slots, jnp.int32)
-    columns = check_dtype("publish", "columns", columns, jnp.int32)
-    blocks, is_full = _full_blocks(tables, slots, columns)
-    pool = tables.pool
-    is_known = block_pool.find(pool, digests, is_full) < tables.num_blocks
-    is_new = is_full & ~is_known & ~pool.is_cached[blocks]
-    is_taken = _serve_in_order(is_new, blocks, digests)
-    blocks = jnp.where(is_taken, blocks, tables.num_blocks)
-    return replace(tables, pool=block_pool.remember(pool, blocks, digests, token_ids))
+    return publish_groups((tables,), slots, columns, digests, token_ids)[0]
 
 
 def publish_groups(
@@ -212,13 +201,65 @@ def publish_groups(
     of the first group also share the corresponding block of each other group, unless one of them
     has freed it. Therefore no group uses more blocks than the first group, and the first group is
     the first to run out of free blocks.
+
+    A group with a window evicts the blocks of a prefix earlier than the first group. If a slot has
+    computed such a prefix again, its blocks replace the older copies in the first group. Otherwise
+    the prefix could not be found until the first group also evicted it.
     """
     first, *others = groups
-    after = publish(first, slots, columns, digests, token_ids)
+    digests, token_ids = _as_contents("publish", first, digests, token_ids)
+    slots, columns = jnp.asarray(slots), jnp.asarray(columns)
+    bind("publish", digests=(digests[:, 0], "N"), slots=(slots, "N"), columns=(columns, "N"))
+    slots = check_dtype("publish", "slots", slots, jnp.int32)
+    columns = check_dtype("publish", "columns", columns, jnp.int32)
+    after = _publish_first(first, others, slots, columns, digests, token_ids)
     return after, *(
         _publish_alike(tables, first, after, slots, columns, digests, token_ids)
         for tables in others
     )
+
+
+def _publish_first(
+    tables: BlockTables,
+    others: list[BlockTables],
+    slots: jax.Array,
+    columns: jax.Array,
+    digests: jax.Array,
+    token_ids: jax.Array,
+) -> BlockTables:
+    """Add blocks of the first group to the prefix cache, see `publish_groups`."""
+    none = tables.num_blocks
+    blocks, is_full = _full_blocks(tables, slots, columns)
+    pool = tables.pool
+    known = block_pool.find(pool, digests, is_full)
+    is_new = is_full & (known == none) & ~pool.is_cached[blocks]
+    if others:
+        replaces = is_full & (known < none) & ~pool.is_cached[blocks]
+        replaces &= _would_complete(others, slots, columns, digests)
+        is_taken = _serve_in_order(is_new | replaces, blocks, digests)
+        older = jnp.where(is_taken & replaces, known, none)
+        pool = block_pool.forget_marked(pool, put_or_drop(jnp.zeros(none, bool), older, True))
+    else:
+        is_taken = _serve_in_order(is_new, blocks, digests)
+    blocks = jnp.where(is_taken, blocks, none)
+    return replace(tables, pool=block_pool.remember(pool, blocks, digests, token_ids))
+
+
+def _would_complete(
+    others: list[BlockTables], slots: jax.Array, columns: jax.Array, digests: jax.Array
+) -> jax.Array:
+    """Return whether publishing each block adds it to a group that has evicted it, bool[N].
+
+    The result is False if another group would lose its cached copy, because the slot no longer has
+    its own block in that group.
+    """
+    adds, loses = jnp.zeros(len(slots), bool), jnp.zeros(len(slots), bool)
+    for tables in others:
+        blocks, is_held = _full_blocks(tables, slots, columns)
+        is_known = block_pool.find(tables.pool, digests, slots >= 0) < tables.num_blocks
+        adds |= is_held & ~is_known & ~tables.pool.is_cached[blocks]
+        loses |= is_known & ~is_held
+    return adds & ~loses
 
 
 def _publish_alike(
