@@ -16,6 +16,8 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
@@ -32,22 +34,24 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, num_heads: int = 1)
     return scale_by(x, mean_square(x, num_heads=num_heads), weight, eps)
 
 
-def layer_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+def layer_norm(x: jax.Array, weight: jax.Array, eps: float, *, num_heads: int = 1) -> jax.Array:
     """Normalise rows to mean 0 and variance 1 (Ba et al., 2016), without a bias.
 
     Args:
       x: float32 ``[..., E]``.
       weight: floating point ``[E]``.
       eps: constant added to the variance.
+      num_heads: number of rows of `x` that belong to a token, see `sum_rows`.
 
     Example:
       >>> layer_norm(jnp.array([[1.0, 3.0]]), jnp.array([1.0, 2.0]), 0.0)
       Array([[-1.,  2.]], dtype=float32)
     """
     E = x.shape[-1]
-    centred = x - sum_rows(x) / E
+    centred = x - sum_rows(x, rows_per_token=num_heads) / E
+    variance = sum_rows(jnp.square(centred), rows_per_token=num_heads) / E
     weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
-    return centred * lax.rsqrt(sum_rows(jnp.square(centred)) / E + eps) * weight
+    return centred * lax.rsqrt(variance + eps) * weight
 
 
 def mean_square(x: jax.Array, *, num_heads: int = 1) -> jax.Array:

@@ -65,7 +65,8 @@ class LlamaConfig:
       rope_interleaved: whether the elements of a rotated pair are neighbours in checkpoints.
         Otherwise their distance is half of the rotated part.
       tie_word_embeddings: whether the embedding table is also the output head.
-      qkv_bias, o_bias: whether the attention projections have biases.
+      qkv_bias, o_bias, mlp_bias: whether attention projections (in latent attention those to latent
+        vectors) and MLPs, including the projections of `moe_latent_size`, have biases.
       qk_norm: whether queries and keys are normalised.
       qk_norm_weight: whether these norms have weights.
       qk_norm_layers: for each layer, whether it normalises queries and keys; empty if `qk_norm`
@@ -80,16 +81,14 @@ class LlamaConfig:
         which is computed by the same projection as the query.
       query_scale: factor of queries that depends on their position, or None.
       latent: sizes of latent attention, or None. `head_dim` is then the size of the rotated part.
-      qk_norm_scope: ``"head"`` normalises each head separately, ``"projection"`` all heads of a
-        token together.
+      qk_norm_scope: ``"head"`` normalises each head separately, ``"own"`` with weights of its own,
+        ``"projection"`` all heads of a token together.
       norm_placement: ``"pre"``: norms before attention and the MLP; ``"sandwich"``: before and
         after; ``"post"``: after; ``"parallel"``: one norm before both, which run in parallel.
       norm_placements: `norm_placement` of each layer; empty if it is the same in all layers.
       norm_type: ``"rms"`` or ``"layer"``.
-      norm_offset: number added to the weights of norms: a norm multiplies by
-        ``norm_offset + weight``.
-      hidden_act: activation of the gate: ``"silu"``, ``"gelu"``, ``"gelu_pytorch_tanh"``, or
-        ``"relu2"``, the square of ReLU.
+      norm_offset: number added to the weights of norms.
+      hidden_act: activation of the gate, one of `norm_rope.ACTIVATIONS`.
       embedding_multiplier: factor of the embeddings. The factor itself is rounded to the dtype of
         the weights.
       attention_multiplier: factor of the attention scores; None for ``head_dim ** -0.5``.
@@ -176,6 +175,7 @@ class LlamaConfig:
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_weight: bool = True
     qk_norm_layers: tuple[bool, ...] = ()

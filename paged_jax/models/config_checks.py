@@ -22,10 +22,10 @@ from paged_jax.models.layer_groups import (
 
 # Allowed values of the fields of `LlamaConfig` that select an option by name.
 _CHOICES = {
-    "qk_norm_scope": ("head", "projection"),
+    "qk_norm_scope": ("head", "own", "projection"),
     "norm_placement": ("pre", "sandwich", "post", "parallel"),
     "norm_type": ("rms", "layer"),
-    "hidden_act": ("silu", "gelu", "gelu_pytorch_tanh", "relu2"),
+    "hidden_act": ("silu", "gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2"),
     "dtype": ("float32", "bfloat16", "float16"),
 }
 _FACTORS = (

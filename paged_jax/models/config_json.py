@@ -16,6 +16,7 @@ from paged_jax.models.families import ALIASES, FAMILIES, PARTS
 from paged_jax.models.family import Family, InnerTextModel, Multipliers, UnsupportedConfigError
 from paged_jax.models.layer_groups import RECURRENT_TYPES, SPARSE, ResidualStreams
 from paged_jax.models.layers_json import (
+    ACTIVATION_NAMES,
     check_neutral,
     expand_layers,
     read_chunk_size,
@@ -135,7 +136,7 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
             rms_norm_eps=read_number(config, family.key("rms_norm_eps"), 1e-6),
             **rope,
             tie_word_embeddings=read_boolean(config, "tie_word_embeddings", False),
-            hidden_act={"swish": "silu", **replacements}.get(hidden_act, hidden_act),
+            hidden_act={**ACTIVATION_NAMES, **replacements}.get(hidden_act, hidden_act),
             sliding_window=sliding_window,
             attention_chunk_size=read_chunk_size(config, family, layer_types),
             layer_types=layer_types,
@@ -375,7 +376,7 @@ def _check_supported(config: Mapping[str, Any], family: Family) -> None:
     find_quantisation(config, has_mxfp4=family.is_mxfp4)
     check_neutral(config, family, {**_NEUTRAL, **family.only})
     if read_boolean(config, "attention_bias", False) and not (
-        family.biases or "qkv_bias" in family.fixed
+        family.biases or "qkv_bias" in {**family.fixed, **family.switches}
     ):
         raise UnsupportedConfigError(
             f"LlamaConfig: attention_bias is not supported for {family.architecture}."

@@ -3,7 +3,15 @@
 from collections.abc import Mapping
 
 from paged_jax.models.expert_families import EXPERT_FAMILIES, MISTRAL_ROPE
-from paged_jax.models.family import BIASES, GRANITE_SCALES, Family, InnerTextModel, Router, Scale
+from paged_jax.models.family import (
+    BIASES,
+    GRANITE_SCALES,
+    MLP_BIAS,
+    Family,
+    InnerTextModel,
+    Router,
+    Scale,
+)
 from paged_jax.models.layer_groups import FULL, SLIDING
 from paged_jax.models.recurrent_families import RECURRENT_FAMILIES
 
@@ -71,6 +79,7 @@ FAMILIES: dict[str, Family] = {
         "LlamaForCausalLM",
         {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
         biases=BIASES,
+        switches=MLP_BIAS,
     ),
     "mistral": Family(
         "MistralForCausalLM",
@@ -126,7 +135,7 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 2,
         },
         biases=("qkv_bias",),
-        switches={"o_bias": "attention_out_bias"},
+        switches={"o_bias": "attention_out_bias", **MLP_BIAS},
     ),
     "ernie4_5": Family(
         "Ernie4_5ForCausalLM",
@@ -140,7 +149,7 @@ FAMILIES: dict[str, Family] = {
             "bos_token_id": 1,
             "eos_token_id": 2,
         },
-        only={"use_bias": False},
+        switches=dict.fromkeys((*BIASES, "mlp_bias"), "use_bias"),
         rope_interleaved=True,
     ),
     "cwm": Family(
@@ -165,6 +174,7 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": [128001, 128008, 128009],
         },
         sliding_layers="pattern from the first",
+        switches=MLP_BIAS,
     ),
     "gemma": Family(
         "GemmaForCausalLM",
@@ -380,6 +390,7 @@ FAMILIES: dict[str, Family] = {
         sliding_layers="switched",
         rope_layers="listed",
         biases=BIASES,
+        switches=MLP_BIAS,
     ),
     "granite": Family(
         "GraniteForCausalLM",
@@ -393,6 +404,7 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 2,
         },
         biases=BIASES,
+        switches=MLP_BIAS,
         scales=GRANITE_SCALES,
     ),
     "glm": Family(
@@ -427,9 +439,10 @@ FAMILIES: dict[str, Family] = {
             "bos_token_id": 5,
             "eos_token_id": 255001,
         },
-        fixed={"norm_placement": "parallel", "norm_type": "layer"},
+        fixed={"norm_placement": "parallel", "norm_type": "layer", "qk_norm_scope": "own"},
         rope_interleaved=True,
         biases=BIASES,
+        switches={"qk_norm": "use_qk_norm"},
         scales=(Scale("logit_scale", "logit_scale"),),
         keys={"rms_norm_eps": "layer_norm_eps"},
     ),

@@ -13,6 +13,8 @@ from typing import Any
 # Fields of `LlamaConfig` that turn on the attention biases. In many families `attention_bias` sets
 # both.
 BIASES = ("qkv_bias", "o_bias")
+# Entry of `Family.switches` of the biases of MLPs.
+MLP_BIAS = {"mlp_bias": "mlp_bias"}
 
 
 class UnsupportedConfigError(ValueError):
@@ -334,6 +336,7 @@ class Family:
         and, if the entry is a list, their index in it.
       caps: fields of `LlamaConfig` with soft caps that are read from ``config.json``.
       only: keys in ``config.json`` that change the computation, mapped to the only supported value.
+      ignored: keys in ``config.json`` that change the computation of other families only.
       replacements: for fields of `LlamaConfig`, a mapping from values in files to the values used
         here.
       keys: key in ``config.json`` of each `LlamaConfig` field whose key differs from its name.
@@ -387,6 +390,7 @@ class Family:
     multipliers: Mapping[str, tuple[str, int | None]] = dataclasses.field(default_factory=dict)
     caps: tuple[str, ...] = ()
     only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
     replacements: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -398,10 +402,10 @@ class Family:
 
     @property
     def reads(self) -> frozenset[str]:
-        """Keys of ``config.json`` that this family reads, so that `check_neutral` accepts them."""
+        """Keys of ``config.json`` that `check_neutral` accepts with any value."""
         scales = (scale.key for scale in self.scales)
         shared = () if self.shared_experts is None else (self.shared_experts,)
-        return frozenset({*self.caps, *self.switches.values(), *scales, *shared})
+        return frozenset({*self.caps, *self.switches.values(), *scales, *shared, *self.ignored})
 
     def key(self, field: str) -> str:
         """Return the key in ``config.json`` from which a field of `LlamaConfig` is read."""

@@ -29,7 +29,7 @@ from paged_jax.models.layer_attention import (
 from paged_jax.models.layer_groups import NOTHING
 from paged_jax.models.matrices import LayerParameters, MatrixFormats, add_matrix
 from paged_jax.models.mixers import initial_vector, mix
-from paged_jax.models.mlp import ACTIVATIONS, gated_mlp, routed_experts
+from paged_jax.models.mlp import ACTIVATIONS, gated_mlp, project_out, routed_experts
 from paged_jax.models.residual import (
     EXPERT_NORMS,
     Embed,
@@ -74,14 +74,15 @@ class Layer(nnx.Module):
         o_proj                [E, H * D]         H = K * G, in the same order
         latent_proj, q_proj, kv_b_proj           instead of qkv_proj, see `layer_attention`
         gate_up_proj          [2, F, E]          gate, up; of the shared expert if there are experts
-        down_proj             [E, F]
+        down_proj             [E, F]             biases: gate_up_bias [2, F], down_bias [E]
         router                [X, E]             router_bias           [X]
         router_correction_bias  [X]              router_expert_factor   [X]
         experts_gate_up_proj  [X, 2, F, E]       experts_gate_up_bias  [X, 2, F]; without gates 1
                                              instead of 2 in both
         experts_down_proj     [X, E, F]          experts_down_bias     [X, E]
         moe_in_proj           [r, E]             moe_out_proj          [E, r]; experts then have r
-                                                 instead of E, see `moe_latent_size`
+                                                 instead of E, see `moe_latent_size`; biases:
+                                                 moe_in_bias [r], moe_out_bias [E]
         shared_expert_gate    [1, E]
         per_layer_gate        [d, E]             d = hidden_size_per_layer_input
         per_layer_proj        [E, d]
@@ -137,8 +138,12 @@ class Layer(nnx.Module):
                 else:
                     setattr(self, name, nnx.Param(initial_vector(name, shape, dtype, key)))
         if F := config.dense_intermediate_size:
-            add("gate_up_proj", 2 if config.gated_mlp else 1, F, E)
+            halves = 2 if config.gated_mlp else 1
+            add("gate_up_proj", halves, F, E)
             add("down_proj", E, F)
+            if config.mlp_bias:
+                self.gate_up_bias = nnx.Param(jnp.zeros((halves, F), dtype))
+                self.down_bias = nnx.Param(jnp.zeros(E, dtype))
         if config.num_experts:
             self._add_experts(add, dtype)
         if d := config.hidden_size_per_layer_input:
@@ -165,23 +170,26 @@ class Layer(nnx.Module):
         if (latent := config.latent) is None:
             add("qkv_proj", *qkv_heads, E)
         else:
-            for name, shape in matrix_shapes(latent, H, E).items():
+            shapes = matrix_shapes(latent, H, E)
+            for name, shape in shapes.items():
                 add(name, *shape)
+            if config.qkv_bias:
+                self.latent_bias = nnx.Param(jnp.zeros(shapes["latent_proj"][0], dtype))
             if latent.q_lora_rank:
                 self.q_a_norm = nnx.Param(jnp.ones(latent.q_lora_rank, dtype))
             self.kv_a_norm = nnx.Param(jnp.ones(latent.kv_lora_rank, dtype))
+        if config.qkv_bias and latent is None:
+            self.qkv_bias = nnx.Param(jnp.zeros(qkv_heads, dtype))
         add("o_proj", E, config.value_features)
         if config.attention_sinks:
             self.sinks = nnx.Param(jnp.zeros(H, dtype))
-        if config.qkv_bias:
-            self.qkv_bias = nnx.Param(jnp.zeros(qkv_heads, dtype))
         if config.o_bias:
             self.o_bias = nnx.Param(jnp.zeros(E, dtype))
         if config.qk_norm and config.qk_norm_weight:
-            is_whole = config.qk_norm_scope == "projection"
-            add_norm("q_norm", *((K, H // K, D) if is_whole else (D,)))
+            is_shared = config.qk_norm_scope == "head"
+            add_norm("q_norm", *((D,) if is_shared else (K, H // K, D)))
             if config.num_kv_rows:
-                add_norm("k_norm", *((K, D) if is_whole else (D,)))
+                add_norm("k_norm", *((D,) if is_shared else (K, D)))
 
     def _add_experts(self, add: Callable[..., None], dtype: DTypeLike) -> None:
         config = self.config
@@ -191,6 +199,9 @@ class Layer(nnx.Module):
         if config.moe_latent_size:
             add("moe_in_proj", E, config.hidden_size)
             add("moe_out_proj", config.hidden_size, E)
+            if config.mlp_bias:
+                self.moe_in_bias = nnx.Param(jnp.zeros(E, dtype))
+                self.moe_out_bias = nnx.Param(jnp.zeros(config.hidden_size, dtype))
         add("experts_gate_up_proj", num_local, 2 if config.gated_mlp else 1, F, E)
         add("experts_down_proj", num_local, E, F)
         if config.shared_expert_intermediate_size and config.shared_expert_gate:
@@ -257,7 +268,8 @@ class Layer(nnx.Module):
         if config.mixer is not None:
             mixed = mix(config.mixer, normed, weights)
             out, carry = attend(index, mixed.recurrence, carry)
-            out = weights.linear(mixed.finish(out), "mixer_out_proj")
+            out = project_out(mixed.finish(out), weights, "mixer_out")
+            out = multiply(out, config.mixer.out_multiplier)
         if config.kv_shapes[0] is not None:
             of_mixer = out
             heads, gate = self._project(normed, weights, (cos, sin, query_scale))
@@ -380,9 +392,9 @@ class Layer(nnx.Module):
 
         The queries, keys and values are usually a `Projection`, which `attend` normalises and
         rotates, because some kernels can do this while they write into the cache. These kernels do
-        not support norms over all heads of a token (`qk_norm_scope` ``"projection"``), normalised
-        values, values that are equal to the keys, and factors of normalised queries. In these
-        cases, everything is computed here, and the result is `Heads`.
+        not support norms with another `qk_norm_scope` than ``"head"``, normalised values, values
+        that are equal to the keys, and factors of normalised queries. In these cases, everything is
+        computed here, and the result is `Heads`.
 
         The input ``x [..., E]`` is already normalised. `rotation` holds the cosines and the sines
         of the rotation angles, both ``[..., D / 2]``, and factors of the queries, ``[...]`` or
@@ -414,9 +426,9 @@ class Layer(nnx.Module):
             q_norm = weights.vector("q_norm")
             k_norm = weights.vector("k_norm") if config.num_kv_rows else q_norm
             norms = effective_weight(config, q_norm), effective_weight(config, k_norm)
-        is_whole = norms is not None and config.qk_norm_scope == "projection"
+        is_own = norms is not None and config.qk_norm_scope != "head"
         is_special = config.value_norm or config.attention_k_eq_v or not config.num_kv_rows
-        if not (is_whole or is_special or norms is not None and query_scale is not None):
+        if not (is_own or is_special or norms is not None and query_scale is not None):
             if query_scale is not None:
                 qkv = scale_queries(qkv, query_scale)
             eps = config.rms_norm_eps

@@ -28,16 +28,27 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
 from paged_jax.formatting import short_repr
 from paged_jax.kernels.linear import LayerWeights, Matrix, grouped_linear
-from paged_jax.kernels.norm_rope import mean_square, rms_norm, rotate, scale_by, split_and_rotate
+from paged_jax.kernels.norm_rope import (
+    add_bias,
+    expand,
+    layer_norm,
+    mean_square,
+    rms_norm,
+    rotate,
+    scale_by,
+    split_and_rotate,
+)
 from paged_jax.kernels.weight_formats import dequantise
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_groups import LatentSizes, StateShape
 from paged_jax.models.matrices import LayerParameters
+from paged_jax.models.rope import head_order
 
 # Constant added to the mean square in the norms of latent vectors. It is fixed, and may differ from
 # the model's `rms_norm_eps`.
@@ -296,9 +307,25 @@ def normed_heads(
     if norms is not None and config.qk_norm_scope == "head":
         q = rms_norm(q, norms[0], eps, num_heads=K * G)
         k = rms_norm(k, norms[1], eps, num_heads=K)
+    if norms is not None and config.qk_norm_scope == "own":
+        q, k = _norm_each_head(config, q, norms[0]), _norm_each_head(config, k, norms[1])
     if config.value_norm:
         v = v * lax.rsqrt(mean_square(v, num_heads=K) + eps)
     return q, k, v
+
+
+def _norm_each_head(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Normalise each head of ``x [..., heads, D]``, and multiply it by its own weight.
+
+    Elements of the weights ``[..., D]`` are in the order of the checkpoint, see `head_order`.
+    """
+    num_heads, D = x.shape[-2:]
+    rope = config.ropes[0]
+    order = rope and head_order(D, rope.paired_dim, interleaved=config.rope_interleaved)
+    weight = weight if order is None else weight[..., np.array(order)]
+    normalise = layer_norm if config.norm_type == "layer" else rms_norm
+    normed = normalise(x, jnp.ones(D, jnp.float32), config.rms_norm_eps, num_heads=num_heads)
+    return normed * expand(weight.reshape(num_heads, D), x.ndim)
 
 
 def _norm_all_heads(
@@ -383,7 +410,8 @@ def latent_heads(
     """
     cos, sin, query_scale = rotation
     q_rank, R, nope = latent.q_lora_rank, latent.kv_lora_rank, latent.qk_nope_head_dim
-    projected = weights.linear(x, "latent_proj")
+    projected, bias = weights.linear(x, "latent_proj"), weights.optional("latent_bias")
+    projected = projected if bias is None else add_bias(projected, bias)
     of_queries, c, rotated = jnp.split(projected, [q_rank, q_rank + R], axis=-1)
     if q_rank:
         x = rms_norm(of_queries, weights.vector("q_a_norm"), NORM_EPS)

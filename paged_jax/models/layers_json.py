@@ -41,6 +41,14 @@ MIXERS: Mapping[str, type[Mixer]] = {
     "kimi_delta": KimiDelta,
     "mamba2": Mamba2,
 }
+# Other names of activations in files.
+ACTIVATION_NAMES: Mapping[str, str] = {
+    "swish": "silu",
+    "gelu_python": "gelu",
+    **dict.fromkeys(
+        ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh"), "gelu_pytorch_tanh"
+    ),
+}
 # Keys that change the computation, each with the value that has no effect. A config with any other
 # value is rejected, unless its family reads the key.
 _NEUTRAL_FOR_EXPERTS: Mapping[str, Any] = {
@@ -170,9 +178,9 @@ def _read(config: Mapping[str, Any], key: str, kind: Any) -> Any:
         return size
     if kind is str:
         name = read_name(config, key, "silu")
-        return {"swish": "silu"}.get(name, name)
+        return ACTIVATION_NAMES.get(name, name)
     if kind in (float, bool):
-        return read_number(config, key) if kind is float else read_boolean(config, key)
+        return read_number(config, key) if kind is float else read_boolean(config, key, False)
     return _read_numbers(key, read_entry(config, key, REQUIRED), len(get_args(kind)))
 
 

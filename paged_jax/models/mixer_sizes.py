@@ -7,11 +7,12 @@ key heads (or groups), so that weights and states can be divided over devices al
 them, G heads have their own state. Each kind of mixer has some of these parameters::
 
     mixer_in_proj     [K, rows, E]    inputs of the convolution and the gate of the output
+    mixer_in_bias     [K, rows]       its bias
     mixer_gates_proj  [K, rows, E]    gates of each head
     mixer_rank_proj   [1, 2 * D, E]   first half of two projections of rank D, for two gates
     mixer_decay_proj  [K, D, D]       second half, decay
     mixer_gate_proj   [K, D, D]       second half, gate of the output
-    mixer_out_proj    [E, values]
+    mixer_out_proj    [E, values]                mixer_out_bias   [E]
     mixer_conv        [K, rows, 1, w]          mixer_conv_bias  [K, rows]
     mixer_decay       [K, G] or [1, 1, K, 1]   logarithm of the decay of each head
     mixer_time        [K, G] or [K, D]         bias of the time step
@@ -27,6 +28,7 @@ from typing import ClassVar, Self
 from paged_jax.models.layer_groups import StateShape
 
 Shape = tuple[int, ...]
+Pieces = tuple[tuple[str, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,11 +39,16 @@ class Mixer:
       conv_width: width of the causal convolution in tokens (w).
       conv_bias: whether the convolution has a bias.
       conv_act: activation after the convolution.
+      in_bias, out_bias: whether ``mixer_in_proj`` and ``mixer_out_proj`` have a bias.
+      out_multiplier: factor of the output, as in muP.
     """
 
     conv_width: int
     conv_bias: bool = False
     conv_act: str = "silu"
+    in_bias: bool = False
+    out_bias: bool = False
+    out_multiplier: float = 1.0
 
     # Fields that tensor parallelism divides by the number of devices. The first of them is K, see
     # `num_parts`.
@@ -53,15 +60,33 @@ class Mixer:
 
     def shapes(self, hidden_size: int) -> Mapping[str, Shape]:
         """Return the shape of each parameter by name, for hidden states of size E."""
+        shapes = dict(self._shapes(hidden_size))
+        if self.in_bias:
+            shapes["mixer_in_bias"] = shapes["mixer_in_proj"][:2]
+        if self.conv_bias:
+            shapes["mixer_conv_bias"] = shapes["mixer_conv"][:2]
+        if self.out_bias:
+            shapes["mixer_out_bias"] = (hidden_size,)
+        return shapes
+
+    def _shapes(self, hidden_size: int) -> Mapping[str, Shape]:
+        """Return the shape of each parameter by name, without biases of matrices."""
         raise NotImplementedError
 
     @property
-    def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
+    def pieces(self) -> Mapping[str, Pieces]:
         """For each fused parameter, the name of each piece and its number of rows per part.
 
         The parts are the K key heads, groups or channels. Files may store the pieces as separate
         tensors.
         """
+        pieces = dict(self._pieces)
+        biases = {"mixer_in_proj": "mixer_in_bias", "mixer_conv": "mixer_conv_bias"}
+        return pieces | {biases[name]: each for name, each in pieces.items() if name in biases}
+
+    @property
+    def _pieces(self) -> Mapping[str, Pieces]:
+        """Pieces of each fused matrix, see `pieces`."""
         raise NotImplementedError
 
     @property
@@ -123,8 +148,7 @@ class ShortConvolution(Mixer):
     divided = ("num_channels",)
     parts = "channels"
 
-    def shapes(self, hidden_size: int) -> Mapping[str, Shape]:
-        """Return the shape of each parameter by name."""
+    def _shapes(self, hidden_size: int) -> Mapping[str, Shape]:
         F = self.num_channels
         return {
             "mixer_in_proj": (F, 3, hidden_size),
@@ -133,8 +157,7 @@ class ShortConvolution(Mixer):
         }
 
     @property
-    def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """For each fused parameter, the name of each piece and its number of rows per channel."""
+    def _pieces(self) -> Mapping[str, Pieces]:
         return {"mixer_in_proj": (("b", 1), ("c", 1), ("x", 1))}
 
 
@@ -185,8 +208,7 @@ class GatedDeltaNet(Mixer):
         K, G, D, U = self.heads
         return K * G, D, U
 
-    def shapes(self, hidden_size: int) -> Mapping[str, Shape]:
-        """Return the shape of each parameter by name."""
+    def _shapes(self, hidden_size: int) -> Mapping[str, Shape]:
         K, G, D, U = self.heads
         return {
             "mixer_in_proj": (K, 2 * D + 2 * G * U, hidden_size),
@@ -199,8 +221,7 @@ class GatedDeltaNet(Mixer):
         }
 
     @property
-    def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """For each fused parameter, the name of each piece and its number of rows per key head."""
+    def _pieces(self) -> Mapping[str, Pieces]:
         _, G, D, U = self.heads
         qkv = ("q", D), ("k", D), ("v", G * U)
         return {
@@ -235,8 +256,7 @@ class KimiDelta(Mixer):
         """Shape of the state of a sequence: a matrix for each head."""
         return self.num_heads, self.head_dim, self.head_dim
 
-    def shapes(self, hidden_size: int) -> Mapping[str, Shape]:
-        """Return the shape of each parameter by name."""
+    def _shapes(self, hidden_size: int) -> Mapping[str, Shape]:
         K, D = self.num_heads, self.head_dim
         return {
             "mixer_in_proj": (K, 3 * D, hidden_size),
@@ -252,8 +272,7 @@ class KimiDelta(Mixer):
         }
 
     @property
-    def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """For each fused parameter, the name of each piece and its number of rows per head."""
+    def _pieces(self) -> Mapping[str, Pieces]:
         D = self.head_dim
         qkv = ("q", D), ("k", D), ("v", D)
         ranks = ("decay", D), ("gate", D)
@@ -278,7 +297,7 @@ class Mamba2(Mixer):
         group together.
       norm_eps: constant added to the mean square in this norm.
       time_limits: range for clamping time steps.
-      in_multiplier, out_multiplier: factors of the mixer's input and output, as in muP.
+      in_multiplier: factor of the mixer's input, as in muP.
       piece_multipliers: factors of the five parts of the projection: gates, inputs, b, c and time
         steps.
       num_copies: number of devices that share the heads of a group. Each has b and c of the group.
@@ -292,7 +311,6 @@ class Mamba2(Mixer):
     norm_eps: float = 1e-5
     time_limits: tuple[float, float] = (0.0, math.inf)
     in_multiplier: float = 1.0
-    out_multiplier: float = 1.0
     piece_multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
     num_copies: int = 1
 
@@ -341,8 +359,7 @@ class Mamba2(Mixer):
         K, G, D, U = self.heads
         return K * G, U, D
 
-    def shapes(self, hidden_size: int) -> Mapping[str, Shape]:
-        """Return the shape of each parameter by name."""
+    def _shapes(self, hidden_size: int) -> Mapping[str, Shape]:
         K, G, D, U = self.heads
         shapes = {
             "mixer_in_proj": (K, 2 * G * U + 2 * D + G, hidden_size),
@@ -352,19 +369,15 @@ class Mamba2(Mixer):
             "mixer_time": (K, G),
             "mixer_skip": (K, G),
         }
-        if self.conv_bias:
-            shapes["mixer_conv_bias"] = (K, G * U + 2 * D)
         if self.norm != "none":
             shapes["mixer_norm"] = (K, G * U)
         return shapes
 
     @property
-    def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """For each fused parameter, the name of each piece and its number of rows per group."""
+    def _pieces(self) -> Mapping[str, Pieces]:
         _, G, D, U = self.heads
         xbc = ("x", G * U), ("b", D), ("c", D)
         return {
             "mixer_in_proj": (("z", G * U), *xbc, ("dt", G)),
             "mixer_conv": xbc,
-            "mixer_conv_bias": xbc,
         }

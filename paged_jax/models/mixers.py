@@ -73,16 +73,23 @@ def initial_vector(name: str, shape: Shape, dtype: DTypeLike, key: jax.Array) ->
         return jnp.full(shape, math.log(math.expm1(_TIME_STEP)))
     if name == "mixer_conv":
         return (jax.random.normal(key, shape) * shape[-1] ** -0.5).astype(dtype)
-    return jnp.full(shape, 0 if name == "mixer_conv_bias" else 1, dtype)
+    return jnp.full(shape, 0 if name.endswith("_bias") else 1, dtype)
+
+
+def _project(x: jax.Array, weights: LayerParameters) -> jax.Array:
+    """Return ``[..., K, rows]``, the result of ``mixer_in_proj`` with its bias, if it has one."""
+    projected, bias = weights.linear(x, "mixer_in_proj"), weights.optional("mixer_in_bias")
+    return projected if bias is None else add_bias(projected, bias)
 
 
 def _mix_convolution(sizes: ShortConvolution, x: jax.Array, weights: LayerParameters) -> Mixed:
-    b, c, x = jnp.moveaxis(weights.linear(x, "mixer_in_proj"), -1, 0)
+    b, c, x = jnp.moveaxis(_project(x, weights), -1, 0)
     filters = _float32(weights, "mixer_conv").reshape(sizes.num_channels, sizes.conv_width)
 
     def advance(inputs: Arrays, states: States, num_tokens: jax.Array) -> tuple[jax.Array, States]:
         [gated], [state] = inputs, states
-        out, state = causal_convolution(gated, state, filters, None, num_tokens)
+        bias = _conv_bias(sizes, weights)
+        out, state = causal_convolution(gated, state, filters, bias, num_tokens)
         return out, (state,)
 
     return Mixed(Recurrence((b * x,), advance, sizes.states, takes_rows=True), lambda out: c * out)
@@ -90,7 +97,7 @@ def _mix_convolution(sizes: ShortConvolution, x: jax.Array, weights: LayerParame
 
 def _mix_delta_net(sizes: GatedDeltaNet, x: jax.Array, weights: LayerParameters) -> Mixed:
     K, G, D, U = sizes.heads
-    fused = weights.linear(x, "mixer_in_proj")
+    fused = _project(x, weights)
     qkv, z = fused[..., : 2 * D + G * U], fused[..., 2 * D + G * U :]
     gates = weights.linear(x, "mixer_gates_proj")
     beta = jax.nn.sigmoid(gates[..., :G]) * (2 if sizes.has_negative_eigenvalues else 1)
@@ -116,7 +123,7 @@ def _mix_delta_net(sizes: GatedDeltaNet, x: jax.Array, weights: LayerParameters)
 
 def _mix_kimi_delta(sizes: KimiDelta, x: jax.Array, weights: LayerParameters) -> Mixed:
     K, D = sizes.num_heads, sizes.head_dim
-    qkv = weights.linear(x, "mixer_in_proj")
+    qkv = _project(x, weights)
     beta = jax.nn.sigmoid(weights.linear(x, "mixer_gates_proj"))
     low = weights.linear(x, "mixer_rank_proj")[..., 0, :]
     steps = weights.linear(low[..., :D], "mixer_decay_proj")
@@ -143,7 +150,7 @@ def _mix_kimi_delta(sizes: KimiDelta, x: jax.Array, weights: LayerParameters) ->
 
 def _mix_mamba(sizes: Mamba2, x: jax.Array, weights: LayerParameters) -> Mixed:
     K, G, D, U = sizes.heads
-    fused = weights.linear(x, "mixer_in_proj")
+    fused = _project(x if sizes.in_multiplier == 1 else x * sizes.in_multiplier, weights)
     if (factors := _row_multipliers(sizes)) is not None:
         fused = fused * expand(factors, fused.ndim)
     ends = [G * U, 2 * G * U + 2 * D]
@@ -167,15 +174,14 @@ def _mix_mamba(sizes: Mamba2, x: jax.Array, weights: LayerParameters) -> Mixed:
         return out + expand(_float32(weights, "mixer_skip")[..., None], 5) * x, state
 
     def finish(out: jax.Array) -> jax.Array:
-        out = _gate_and_norm(sizes, weights, out, jax.nn.silu(z))
-        return out if sizes.out_multiplier == 1 else out * sizes.out_multiplier
+        return _gate_and_norm(sizes, weights, out, jax.nn.silu(z))
 
     return Mixed(_convolved(sizes, weights, (xbc, steps), run), finish)
 
 
 def _row_multipliers(sizes: Mamba2) -> jax.Array | None:
     """Return the factor of each row of a group in ``mixer_in_proj``; None if all are 1."""
-    factors = [sizes.in_multiplier * factor for factor in sizes.piece_multipliers]
+    factors = sizes.piece_multipliers
     if all(factor == 1 for factor in factors):
         return None
     counts = [rows for _, rows in sizes.pieces["mixer_in_proj"]]
@@ -222,7 +228,7 @@ def _convolved(
 
     def advance(inputs: Arrays, states: States, num_tokens: jax.Array) -> tuple[jax.Array, States]:
         filters = _float32(weights, "mixer_conv").reshape(-1, sizes.conv_width)
-        bias = _float32(weights, "mixer_conv_bias").reshape(-1) if sizes.conv_bias else None
+        bias = _conv_bias(sizes, weights)
         out, conv = causal_convolution(inputs[0], states[0], filters, bias, num_tokens)
         activated = ACTIVATIONS[sizes.conv_act](out)
         out, state = run(activated, inputs[1:], states[1], num_tokens)
@@ -230,6 +236,10 @@ def _convolved(
 
     flat = tuple(each.reshape(*each.shape[:-2], -1) for each in inputs)
     return Recurrence(flat, advance, sizes.states, takes_rows=True)
+
+
+def _conv_bias(sizes: Mixer, weights: LayerParameters) -> jax.Array | None:
+    return _float32(weights, "mixer_conv_bias").reshape(-1) if sizes.conv_bias else None
 
 
 def _float32(weights: LayerParameters, name: str) -> jax.Array:

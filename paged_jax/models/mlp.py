@@ -95,14 +95,29 @@ def gated_mlp(
     otherwise it is None.
     """
     hidden, factors = weights.linear(x, "gate_up_proj"), config.multipliers
+    if config.mlp_bias:
+        hidden = add_bias(hidden, weights.vector("gate_up_bias"))
     gate = hidden[..., 0, :]
     gate = gate if factors.mlp_gate == 1 else gate * factors.mlp_gate
     if config.activation_sparsity:
         gate = _keep_largest(gate, config.activation_sparsity[0], mean_over_devices)
     activation = ACTIVATIONS[config.hidden_act](gate)
     hidden = activation * hidden[..., 1, :] if config.gated_mlp else activation
-    out = weights.linear(hidden, "down_proj")
+    out = project_out(hidden, weights, "down")
     return out if factors.mlp_out == 1 else out * factors.mlp_out
+
+
+def project_out(x: jax.Array, weights: LayerParameters, name: str) -> jax.Array:
+    """Multiply `x` by the matrix ``{name}_proj``, and add ``{name}_bias`` if the layer has it.
+
+    If devices compute partial results, the caller adds the results of all devices. Each device then
+    adds its share of the bias.
+    """
+    out, bias = weights.linear(x, f"{name}_proj"), weights.optional(f"{name}_bias")
+    if bias is None:
+        return out
+    shard = weights.layer.shard
+    return add_bias(out, bias.astype(jnp.float32) / (1 if shard is None else shard.num_devices))
 
 
 def _keep_largest(
@@ -165,6 +180,8 @@ def routed_experts(
         local_experts=None if shard is None else (shard.index * num_local, num_local),
     )
     inputs = weights.linear(x, "moe_in_proj") if config.moe_latent_size else x
+    if config.moe_latent_size and config.mlp_bias:
+        inputs = add_bias(inputs, weights.vector("moe_in_bias"))
     out = apply_experts(
         inputs.reshape(-1, inputs.shape[-1]),
         routes,
@@ -174,7 +191,7 @@ def routed_experts(
         backend=weights.backend,
     )
     out = out.reshape(inputs.shape)
-    return weights.linear(out, "moe_out_proj") if config.moe_latent_size else out
+    return project_out(out, weights, "moe_out") if config.moe_latent_size else out
 
 
 def _gated_activation(config: LlamaConfig) -> GatedActivation:

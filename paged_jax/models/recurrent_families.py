@@ -11,6 +11,7 @@ from paged_jax.models.family import (
     BIASES,
     GRANITE_SCALES,
     GROUP_KEYS,
+    MLP_BIAS,
     SIGMOID_ROUTER,
     Family,
     MixerKeys,
@@ -27,6 +28,7 @@ _LFM2_DEFAULTS = {
     "norm_eps": 1e-5,
     "rope_theta": 1e6,
     "conv_L_cache": 3,
+    "conv_bias": False,
     "tie_word_embeddings": True,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -35,11 +37,14 @@ _LFM2: Mapping[str, Any] = {
     "fixed": {"qk_norm": True},
     "mixer": MixerKeys(
         "short_convolution",
-        keys={"num_channels": "hidden_size", "conv_width": "conv_L_cache"},
+        keys={
+            "num_channels": "hidden_size",
+            "conv_width": "conv_L_cache",
+            **dict.fromkeys(("in_bias", "conv_bias", "out_bias"), "conv_bias"),
+        },
         recurrent_type="conv",
         attention_layers="full_attn_idxs",
     ),
-    "only": {"conv_bias": False},
 }
 _LFM2_TENSORS = {
     "norm": "model.embedding_norm.weight",
@@ -52,8 +57,11 @@ _LFM2_TENSORS = {
     "up_proj": "feed_forward.w3.weight",
     "down_proj": "feed_forward.w2.weight",
     "mixer_in_proj.*": "conv.in_proj.weight",
+    "mixer_in_bias.*": "conv.in_proj.bias",
     "mixer_out_proj": "conv.out_proj.weight",
+    "mixer_out_bias": "conv.out_proj.bias",
     "mixer_conv": "conv.conv.weight",
+    "mixer_conv_bias": "conv.conv.bias",
 }
 _DELTA_KEYS = {
     "num_key_heads": "linear_num_key_heads",
@@ -123,6 +131,7 @@ _QWEN3_5_TENSORS = {
 _QWEN3_5_PREFIXES = {"model.language_model.": "model.", "model.visual.": None, "mtp.": None}
 _MAMBA_TENSORS = {
     "mixer_in_proj.*": "mamba.in_proj.weight",
+    "mixer_in_bias.*": "mamba.in_proj.bias",
     "mixer_conv.*": "mamba.conv1d.weight",
     "mixer_conv_bias.*": "mamba.conv1d.bias",
     "mixer_decay": "mamba.A_log",
@@ -130,6 +139,7 @@ _MAMBA_TENSORS = {
     "mixer_skip": "mamba.D",
     "mixer_norm": "mamba.norm.weight",
     "mixer_out_proj": "mamba.out_proj.weight",
+    "mixer_out_bias": "mamba.out_proj.bias",
 }
 _GRANITE_MAMBA = MixerKeys(
     "mamba2",
@@ -143,6 +153,7 @@ _GRANITE_MAMBA = MixerKeys(
         "conv_act": "hidden_act",
         "time_limits": "time_step_limit",
         "norm_eps": "rms_norm_eps",
+        **dict.fromkeys(("in_bias", "out_bias"), "mamba_proj_bias"),
     },
     layer_types={"mamba": RECURRENT, "attention": FULL},
     attention_layers="attention_layer_indices",
@@ -151,6 +162,7 @@ _FALCON_MAMBA = MixerKeys(
     "mamba2",
     keys={
         **_GRANITE_MAMBA.keys,
+        "out_bias": "projectors_bias",
         "in_multiplier": "ssm_in_multiplier",
         "out_multiplier": "ssm_out_multiplier",
         "piece_multipliers": "ssm_multipliers",
@@ -170,6 +182,7 @@ _NEMOTRON_MAMBA = MixerKeys(
         "conv_bias": "use_conv_bias",
         "conv_act": "mamba_hidden_act",
         "norm_eps": "layer_norm_epsilon",
+        **dict.fromkeys(("in_bias", "out_bias"), "use_bias"),
     },
     layer_types_key="layers_block_type",
     layer_types={"mamba": RECURRENT, "attention": FULL},
@@ -186,6 +199,7 @@ _MAMBA_DEFAULTS = {
     "mamba_d_conv": 4,
     "mamba_expand": 2,
     "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
     "time_step_limit": [0.0, math.inf],
 }
 # Keys in the config of Falcon-H1 that hold a single factor.
@@ -322,7 +336,6 @@ RECURRENT_FAMILIES: Mapping[str, Family] = {
         mixer=_GRANITE_MAMBA,
         biases=BIASES,
         experts=("shared_expert_intermediate_size",),
-        only={"mamba_proj_bias": False},
         scales=GRANITE_SCALES,
         keys={
             "num_experts": "num_local_experts",
@@ -353,6 +366,7 @@ RECURRENT_FAMILIES: Mapping[str, Family] = {
             **_MAMBA_DEFAULTS,
             "mamba_norm_before_gate": True,
             "mamba_rms_norm": False,
+            "projectors_bias": False,
             **dict.fromkeys(_FALCON_FACTORS, 1.0),
             "mlp_multipliers": [1.0, 1.0],
             "ssm_multipliers": [1.0] * 5,
@@ -361,7 +375,7 @@ RECURRENT_FAMILIES: Mapping[str, Family] = {
         },
         mixer=_FALCON_MAMBA,
         biases=BIASES,
-        only={"mamba_proj_bias": False, "projectors_bias": False},
+        switches=MLP_BIAS,
         scales=(GRANITE_SCALES[0], Scale("logit_scale", "lm_head_multiplier")),
         multipliers={
             "attention_in": ("attention_in_multiplier", None),
@@ -396,6 +410,7 @@ RECURRENT_FAMILIES: Mapping[str, Family] = {
             "n_groups": 8,
             "conv_kernel": 4,
             "use_conv_bias": True,
+            "use_bias": False,
             "n_routed_experts": 8,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 7688,
@@ -414,11 +429,9 @@ RECURRENT_FAMILIES: Mapping[str, Family] = {
         experts=("norm_topk_prob", "shared_expert_intermediate_size", "moe_latent_size"),
         router=SIGMOID_ROUTER,
         router_keys=GROUP_KEYS,
-        only={
-            "n_shared_experts": 1,
-            "use_bias": False,
-            "mamba_proj_bias": False,
-        },
+        switches=MLP_BIAS,
+        # transformers has one shared expert of the given size, whatever their number is.
+        ignored=("n_shared_experts",),
         aliases={
             "mamba_n_groups": "n_groups",
             "mamba_d_conv": "conv_kernel",

@@ -36,6 +36,7 @@ from paged_jax.models.matrices import (
 # Name of the mesh axis of the devices over which a model is divided.
 AXIS = "tp"
 
+_OF_VOCABULARY = ("embed_tokens", "embed_tokens_per_layer", "lm_head")
 # For each parameter, the dimension that is divided over the devices, counted from the end: stacked
 # layers have an additional first dimension. Scales and minima are divided like their matrix. All
 # other parameters, and norms that apply to single heads, are replicated: each device has a copy.
@@ -48,6 +49,7 @@ _DIVIDED = {
     "k_norm": 2,
     "o_proj": 1,
     "gate_up_proj": 2,
+    "gate_up_bias": 1,
     "down_proj": 1,
     "experts_gate_up_proj": 4,
     "experts_gate_up_bias": 3,
@@ -60,14 +62,13 @@ _DIVIDED = {
     "mixer_gate_proj": 3,
     "mixer_out_proj": 1,
     "mixer_conv": 4,
+    "mixer_in_bias": 2,
     "mixer_conv_bias": 2,
     "mixer_decay": 2,
     "mixer_time": 2,
     "mixer_skip": 2,
     "mixer_norm": 2,
-    "embed_tokens": 2,
-    "embed_tokens_per_layer": 2,
-    "lm_head": 2,
+    **dict.fromkeys(_OF_VOCABULARY, 2),
 }
 # Parameters that are divided by KV heads. If there are fewer KV heads than devices, each head is
 # copied to several devices. Each copy has the head's key and value rows, and a share of its query
@@ -75,7 +76,6 @@ _DIVIDED = {
 _OF_HEADS = ("qkv_proj", "qkv_bias", "q_norm", "k_norm")
 # Parameters of recurrent layers that are copied to several devices like KV heads (`Mixer.widen`).
 _OF_MIXER = tuple(name for name in _DIVIDED if name.startswith("mixer_") and _DIVIDED[name] > 1)
-_OF_VOCABULARY = ("embed_tokens", "embed_tokens_per_layer", "lm_head")
 # Fields of a config that hold a number of KV heads. If the second is 0, it is not used.
 _KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
 

@@ -177,6 +177,14 @@ def test_from_dict_reads_attention_bias_of_each_family(base, o_bias):
     assert (config.qkv_bias, config.o_bias) == (True, o_bias)
 
 
+@pytest.mark.parametrize("name", ["gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh"])
+def test_from_dict_reads_other_names_of_activations(name):
+    for model_type in ("llama", "granitemoehybrid"):
+        config = LlamaConfig.from_dict({**_of_family(model_type), "hidden_act": name})
+        assert config.hidden_act == "gelu_pytorch_tanh"
+    assert LlamaConfig.from_dict({**_LLAMA, "hidden_act": "gelu_python"}).hidden_act == "gelu"
+
+
 @pytest.mark.parametrize(
     ("keys", "windows"),
     [
@@ -317,7 +325,7 @@ def test_from_dict_reads_the_chunks_of_llama_4():
     [
         ({**_SIZES, "model_type": "gpt2"}, "gpt2"),
         ({**_LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "SequenceClass"),
-        ({**_LLAMA, "hidden_act": "relu"}, "hidden_act"),
+        ({**_LLAMA, "hidden_act": "tanh"}, "hidden_act"),
         ({**_LLAMA, "rope_scaling": {"type": "mrope", "factor": 2.0}}, "mrope"),
         ({**_LLAMA, "rope_parameters": {"rope_type": "axial"}}, "axial"),
         ({**_LLAMA, "rope_parameters": {"rope_type": ["yarn"]}}, "rope_type"),
@@ -348,7 +356,7 @@ def test_from_dict_reads_the_chunks_of_llama_4():
         ),
         ({**_LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({**_LLAMA, "rope_interleaved": True}, "rope_interleaved"),
-        ({**_LLAMA, "mlp_bias": True}, "mlp_bias"),
+        ({**_MISTRAL, "mlp_bias": True}, "mlp_bias"),
         ({**_LLAMA, "sliding_window": 8}, "sliding_window"),
         ({**_LLAMA, "quantization_config": {"quant_method": "hqq"}}, "quantization_config.* 'hqq'"),
         ({**_LLAMA, "quantization_config": {"bits": 4}}, "quantization_config"),
@@ -380,13 +388,12 @@ def test_from_dict_reads_the_chunks_of_llama_4():
                 ("mistral", "logit_scale", 0.5, None),
                 ("qwen3", "query_pre_attn_scalar", 256, None),
                 ("gemma2", "use_bidirectional_attention", True, None),
-                ("gemma2", "hidden_activation", "relu", "hidden_act"),
+                ("gemma2", "hidden_activation", "tanh", "hidden_act"),
                 ("gemma3_text", "attn_logit_softcapping", 50.0, None),
                 ("phi3", "attention_bias", True, None),
                 ("olmo2", "sliding_window", 8, None),
                 ("olmo3", "layer_types", ["linear_attention"] * 3, "linear_attention"),
-                ("smollm3", "mlp_bias", True, None),
-                ("granite", "mlp_bias", True, None),
+                ("glm4", "mlp_bias", True, None),
                 ("glm4", "sliding_window", 8, None),
                 ("cohere2", "use_qk_norm", True, None),
                 ("cohere2", "use_parallel_block", False, None),

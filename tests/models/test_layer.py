@@ -15,7 +15,7 @@ from scipy.special import erf, expit, softmax
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.family import Router
 from paged_jax.models.llama import Llama
-from paged_jax.models.rope import QueryScale, RopeScaling
+from paged_jax.models.rope import QueryScale, RopeScaling, head_order
 from tests.support.covering import all_pairs
 from tests.support.random_model import random_llama
 
@@ -48,12 +48,15 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
         "none": {},
         "heads": {"qk_norm": True},
         "heads, 1 + weight": {"qk_norm": True, "norm_offset": 1.0},
+        "heads with own weights": {"qk_norm": True, "qk_norm_scope": "own"},
         "projection": {"qk_norm": True, "qk_norm_scope": "projection"},
     },
     "mlp": {
         "silu": {},
         "gelu": {"hidden_act": "gelu"},
         "gelu by tanh": {"hidden_act": "gelu_pytorch_tanh"},
+        "gelu by sigmoid": {"hidden_act": "quick_gelu"},
+        "relu": {"hidden_act": "relu"},
         "experts and a shared one": EXPERTS | SHARED,
         "sigmoid, bias and groups": EXPERTS
         | SHARED
@@ -100,7 +103,11 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
         | {"rope_scaling": RopeScaling("proportional", 2.0)},
         "local": {"rope_local_base_freq": THETAS[1]},
     },
-    "biases": {"none": {}, "both": {"qkv_bias": True, "o_bias": True}},
+    "biases": {
+        "none": {},
+        "of attention": {"qkv_bias": True, "o_bias": True},
+        "of MLPs": {"mlp_bias": True},
+    },
     "ends": {
         "plain": {},
         "tied": {"tie_word_embeddings": True, "embedding_multiplier": 3.0},
@@ -182,11 +189,8 @@ def _attention(
     if config.value_norm:
         v = v / np.sqrt(np.square(v).mean(-1, keepdims=True) + config.rms_norm_eps)
     if config.qk_norm:
-        is_whole = config.qk_norm_scope == "projection"
         q, k = (
-            _rms_norm(config, heads.reshape(T, -1), weight.reshape(-1)).reshape(heads.shape)
-            if is_whole
-            else _rms_norm(config, heads, weight)
+            _norm_heads(own, heads, weight)
             for heads, weight in ((q, _get(layer, "q_norm")), (k, _get(layer, "k_norm")))
         )
     window = config.sliding_windows[index]
@@ -212,6 +216,18 @@ def _attention(
     return out + _get(layer, "o_bias") if config.o_bias else out
 
 
+def _norm_heads(config: LlamaConfig, heads: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Normalise queries or keys ``[T, ..., D]`` of a layer with this config."""
+    if config.qk_norm_scope == "projection":
+        normed = _rms_norm(config, heads.reshape(T, -1), weight.reshape(-1))
+        return normed.reshape(heads.shape)
+    if config.qk_norm_scope == "head":
+        return _rms_norm(config, heads, weight)
+    rope = config.ropes[0]
+    order = rope and head_order(rope.head_dim, rope.paired_dim, interleaved=False)
+    return _norm(config, heads, weight if order is None else weight[..., order])
+
+
 def _rotate(config: LlamaConfig, heads: np.ndarray, theta: float, is_local: bool) -> np.ndarray:
     """Rotate the pairs ``(x[i], x[i + D / 2])`` of heads ``[T, ..., D]``."""
     half = heads.shape[-1] // 2
@@ -233,6 +249,8 @@ ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "silu": lambda x: x * expit(x),
     "gelu": lambda x: x * (1 + erf(x / np.sqrt(2))) / 2,
     "gelu_pytorch_tanh": lambda x: x * expit(2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)),
+    "quick_gelu": lambda x: x * expit(1.702 * x),
+    "relu": lambda x: np.maximum(x, 0),
 }
 
 
@@ -243,8 +261,11 @@ def _mlp(
     act = ACTIVATIONS[config.hidden_act]
     out = np.zeros_like(x)
     if config.dense_intermediate_size:
-        gate, up = np.einsum("te,gfe->gtf", x, _get(layer, "gate_up_proj"))
-        out = (act(gate) * up) @ _get(layer, "down_proj").T
+        hidden = np.einsum("te,gfe->tgf", x, _get(layer, "gate_up_proj"))
+        if config.mlp_bias:
+            hidden += _get(layer, "gate_up_bias")
+        out = (act(hidden[:, 0]) * hidden[:, 1]) @ _get(layer, "down_proj").T
+        out = out + _get(layer, "down_bias") if config.mlp_bias else out
     if not config.num_experts:
         return out
     inputs = logits_of = x

@@ -30,8 +30,9 @@ CONFIG = LlamaConfig(
     num_attention_heads=2,
     num_key_value_heads=1,
 )
+BIASES = {"in_bias": True, "conv_bias": True, "out_bias": True}
 MIXERS = {
-    "convolution": ShortConvolution(num_channels=24, conv_width=3),
+    "convolution": ShortConvolution(num_channels=24, conv_width=3, **BIASES),
     "delta net": GatedDeltaNet(
         num_key_heads=2,
         num_value_heads=4,
@@ -39,11 +40,10 @@ MIXERS = {
         value_dim=10,
         conv_width=4,
         has_negative_eigenvalues=True,
+        **BIASES,
     ),
     "kimi delta": KimiDelta(num_heads=2, head_dim=6, conv_width=4),
-    "mamba": Mamba2(
-        num_heads=4, num_groups=2, head_dim=6, state_dim=10, conv_width=4, conv_bias=True
-    ),
+    "mamba": Mamba2(num_heads=4, num_groups=2, head_dim=6, state_dim=10, conv_width=4, **BIASES),
     # With attention in the same layer.
     "hybrid": Mamba2(
         num_heads=4,

@@ -67,6 +67,7 @@ MLPS = {"dense": {},
         "shared": EXPERTS | {"shared_expert_intermediate_size": 20},
         "some dense": EXPERTS | {"mlp_layer_types": ("dense", "sparse")}}
 NORMS = {"none": {}, "head": {"qk_norm": True},
+         "own": {"qk_norm": True, "qk_norm_scope": "own"},
          "projection": {"qk_norm": True, "qk_norm_scope": "projection"}}
 rows = all_pairs({
     "num_devices": (2, 4),
@@ -87,7 +88,8 @@ for row in rows:
         tie_word_embeddings=row["tie_word_embeddings"],
         num_global_key_value_heads=1 if row["other_heads"] else 0,
         global_head_dim=8 if row["other_heads"] else 0,
-        qkv_bias=row["biases"], o_bias=row["biases"], attention_sinks=row["biases"],
+        qkv_bias=row["biases"], o_bias=row["biases"], mlp_bias=row["biases"],
+        attention_sinks=row["biases"],
         **MLPS[row["mlp"]], **NORMS[row["norms"]], **(FACTORS if row["factors"] else {}))
     same, num_sums = divided_logits(model, row["num_devices"])
     np.testing.assert_allclose(same, nnx.jit(logits)(model, TOKENS), atol=2e-5, err_msg=str(row))
@@ -141,10 +143,11 @@ from paged_jax.models.mixer_sizes import GatedDeltaNet, KimiDelta, Mamba2, Short
 
 # If there are fewer groups of Mamba-2 than devices, a group has heads on several devices. If there
 # is a norm, it needs the mean over these devices.
+BIASES = dict(in_bias=True, conv_bias=True, out_bias=True)
 DELTA = dict(num_key_heads=4, num_value_heads=8, key_dim=6, value_dim=10)
-MAMBA = dict(num_heads=8, head_dim=6, state_dim=10, conv_bias=True)
+MAMBA = dict(num_heads=8, head_dim=6, state_dim=10, out_multiplier=0.7, **BIASES)
 for num_devices, mixer, num_means in (
-    (4, ShortConvolution(conv_width=3, num_channels=24), 0),
+    (4, ShortConvolution(conv_width=3, num_channels=24, **BIASES), 0),
     (4, GatedDeltaNet(conv_width=4, **DELTA), 0),
     (2, KimiDelta(conv_width=4, num_heads=4, head_dim=6), 0),
     (4, Mamba2(conv_width=4, num_groups=4, **MAMBA), 0),

@@ -304,6 +304,7 @@ CASES = {
         "ministral3",
         {
             "head_dim": 12,
+            "sliding_window": WINDOW,
             "rope_parameters": {
                 "rope_type": "yarn",
                 "rope_theta": 1e6,
@@ -324,7 +325,7 @@ CASES = {
             "norm_topk_prob": False,
         },
     ),
-    "deepseek_v3": Case("deepseek_v3", {**_LATENT, "num_hidden_layers": 3}),
+    "deepseek_v3": Case("deepseek_v3", {**_LATENT, "num_hidden_layers": 3, "attention_bias": True}),
     "minimax_m2": Case(
         "minimax_m2",
         {"head_dim": 24, "rotary_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 2},
@@ -364,6 +365,9 @@ CASES = {
             **_FALCON,
             "mamba_n_groups": 2,
             "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
             "mamba_rms_norm": True,
             "mamba_norm_before_gate": True,
         },
@@ -386,7 +390,7 @@ CASES = {
             "moe_intermediate_size": 40,
         },
     ),
-    "nemotron_h": Case("nemotron_h", _NEMOTRON),
+    "nemotron_h": Case("nemotron_h", {**_NEMOTRON, "use_bias": True, "mlp_bias": True}),
 }
 
 
@@ -408,6 +412,11 @@ VARIANTS = {
             "moe_latent_size": 24,
             "layers_block_type": ["moe", "linear_attention", "full_attention"],
             "mamba_hidden_act": "gelu",
+            "mlp_hidden_act": "relu",
+            "mlp_bias": True,
+            # transformers does not read the next two.
+            "mamba_proj_bias": True,
+            "n_shared_experts": 2,
         },
     ),
     "qwen3_5 with another activation": Case("qwen3_5_text", {**_DELTA, "hidden_act": "gelu"}),
@@ -418,6 +427,7 @@ VARIANTS = {
             "layer_types": ["conv", "conv", "full_attention", "conv"],
             "block_auto_adjust_ff_dim": False,
             "tie_word_embeddings": False,
+            "conv_bias": True,
         },
     ),
     "granitemoehybrid with rotation and a dense MLP": Case(
@@ -430,12 +440,14 @@ VARIANTS = {
             "layer_types": ["full_attention", "linear_attention"],
             "position_embedding_type": "rope",
             "attention_multiplier": 0.3,
+            "mamba_proj_bias": True,
         },
     ),
     "lfm2 tied, with an adjusted MLP": Case(
         "lfm2",
         {
             "full_attn_idxs": [1],
+            "conv_bias": True,
             "conv_L_cache": 4,
             "intermediate_size": 100,
             "block_auto_adjust_ff_dim": True,
@@ -453,7 +465,9 @@ VARIANTS = {
             "tie_word_embeddings": True,
         },
     ),
-    "falcon_h1 without a norm": Case("falcon_h1", {**_FALCON, "mamba_conv_bias": False}),
+    "falcon_h1 without a norm": Case(
+        "falcon_h1", {**_FALCON, "mamba_conv_bias": False, "projectors_bias": True}
+    ),
     "llama4 with experts in all layers, without norms": Case(
         "llama4_text",
         {
@@ -490,7 +504,7 @@ VARIANTS = {
             "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0},
         },
     ),
-    "llama with gelu": Case("llama", {"hidden_act": "gelu"}),
+    "llama with gelu and biases of MLPs": Case("llama", {"hidden_act": "gelu", "mlp_bias": True}),
     "mistral without a window": Case("mistral", {"sliding_window": None}),
     "qwen2": Case("qwen2"),
     "qwen2 with a window": Case(
@@ -550,10 +564,18 @@ VARIANTS = {
             "sliding_window": WINDOW,
             "layer_types": _SLIDING[::-1],
             "tie_word_embeddings": False,
+            "mlp_bias": True,
+            "hidden_act": "quick_gelu",
         },
     ),
     "granite tied, with biases": Case(
-        "granite", {"tie_word_embeddings": True, "attention_bias": True, "logits_scaling": 0.9}
+        "granite",
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "logits_scaling": 0.9,
+        },
     ),
     "mixtral with a window": Case(
         "mixtral", {"sliding_window": WINDOW, "num_local_experts": 4, "head_dim": 24}
@@ -567,6 +589,7 @@ VARIANTS = {
             "shared_expert_intermediate_size": 56,
             "norm_topk_prob": True,
             "tie_word_embeddings": True,
+            "qkv_bias": False,
         },
     ),
     "qwen3_moe with biases": Case(
@@ -592,12 +615,12 @@ VARIANTS = {
             "tie_word_embeddings": False,
         },
     ),
-    "seed_oss": Case("seed_oss", {"head_dim": 24, "attention_out_bias": True}),
-    "ernie4_5": Case("ernie4_5", {"head_dim": 24}),
-    "cwm": Case("cwm", {"head_dim": 24, "sliding_window": WINDOW}),
+    "seed_oss": Case("seed_oss", {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}),
+    "ernie4_5": Case("ernie4_5", {"head_dim": 24, "use_bias": True}),
+    "cwm": Case("cwm", {"head_dim": 24, "sliding_window": WINDOW, "mlp_bias": True}),
     "gemma": Case("gemma", {"head_dim": 24}),
     "glm": Case("glm", {"head_dim": 24}),
-    "cohere": Case("cohere", {"logit_scale": 0.7}),
+    "cohere": Case("cohere", {"logit_scale": 0.7, "use_qk_norm": True}),
     "glm4_moe without norms of heads and groups": Case(
         "glm4_moe",
         {**_GLM_EXPERTS, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
@@ -627,11 +650,17 @@ VARIANTS = {
     "deepseek_v2 without groups, with latent queries": Case(
         "deepseek_v2",
         {**_LATENT, "n_group": None, "topk_group": None, "topk_method": "greedy"}
-        | {"norm_topk_prob": False, "rope_parameters": {"rope_type": "default"}},
+        | {"norm_topk_prob": False, "rope_parameters": {"rope_type": "default"}}
+        | {"attention_bias": True, "mlp_bias": True},
     ),
     "glm4_moe_lite": Case(
         "glm4_moe_lite",
-        {**_LATENT, "rms_norm_eps": 1e-3, "mlp_layer_types": ["dense", "sparse"]},
+        {
+            **_LATENT,
+            "rms_norm_eps": 1e-3,
+            "mlp_layer_types": ["dense", "sparse"],
+            "attention_bias": True,
+        },
     ),
     "mistral4": Case(
         "mistral4",

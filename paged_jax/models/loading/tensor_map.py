@@ -14,13 +14,8 @@ from typing import Literal, get_args
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.families import FAMILIES
-from paged_jax.models.layer_groups import LatentSizes
-from paged_jax.models.loading.stored_tensors import (
-    Mappings,
-    TensorMapping,
-    map_tensor,
-)
-from paged_jax.models.mixer_sizes import Mixer
+from paged_jax.models.loading.mixer_tensors import latent_mappings, mixer_mappings
+from paged_jax.models.loading.stored_tensors import Mappings, TensorMapping, map_tensor
 from paged_jax.models.rope import head_order
 
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -202,7 +197,7 @@ def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, 
     ``model.layers.{index}.``.
     """
     E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
-    H, K = config.num_attention_heads, config.num_key_value_heads
+    H = config.num_attention_heads
     d, names = config.hidden_size_per_layer_input, {**_NAMES, **_family_tensors(config, experts)}
     # The rows of queries and keys, which rotate, must be reordered by `head_order`. Values do not
     # rotate.
@@ -211,19 +206,13 @@ def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, 
     row_order = head_order(D, paired_dim, interleaved=config.rope_interleaved)
     norms = {**_VECTORS, **_family_tensors(config)}
     vectors = {name: (map_tensor(tensor, (E,)),) for name, tensor in norms.items()}
-    if config.qk_norm_scope == "head":
-        q_norm, k_norm = ((D,), (D,)), ((D,), (D,))
-    else:
-        q_norm, k_norm = ((H * D,), (K, H // K, D)), ((K * D,), (K, D))
     mappings: dict[str, Mappings] = {
         **vectors,
         "qkv_proj": _qkv_mappings(config, names, row_order),
         "qkv_bias": _qkv_mappings(config, names, row_order, is_bias=True),
-        "q_norm": (map_tensor(names["q_norm"], *q_norm, row_order=row_order),),
-        "k_norm": (map_tensor(names["k_norm"], *k_norm, row_order=row_order),),
+        **_norm_mappings(config, names, row_order),
         "o_proj": (map_tensor(names["o_proj"], (E, config.value_features)),),
-        "gate_up_proj": _gate_up_mappings(config, names, F),
-        "down_proj": (map_tensor(names["down_proj"], (E, F)),),
+        **_mlp_mappings(config, names, F),
         "sinks": (map_tensor("self_attn.sinks", (H,)),),
         "layer_scalar": (map_tensor("layer_scalar", (1,)),),
         "per_layer_gate": (map_tensor("per_layer_input_gate.weight", (d, E)),),
@@ -239,9 +228,9 @@ def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, 
             "stream_correct": (map_tensor("altup.correction_coefs.weight", (n, n)),),
         }
     if config.mixer is not None:
-        mappings |= _mixer_mappings(config.mixer, E, names)
+        mappings |= mixer_mappings(config.mixer, E, names)
     if config.latent is not None:
-        mappings |= _latent_mappings(config, config.latent)
+        mappings |= latent_mappings(config, config.latent)
     if config.num_experts:
         mappings |= _expert_mappings(config, experts)
         if experts == "fused" or experts == "family" and "fused_gate_up_proj" in names:
@@ -249,13 +238,52 @@ def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, 
     return mappings
 
 
-def _gate_up_mappings(config: LlamaConfig, names: Mapping[str, str], F: int) -> Mappings:
-    """Return the mappings of the parameter ``gate_up_proj`` of an MLP with F features."""
+def _norm_mappings(
+    config: LlamaConfig, names: Mapping[str, str], row_order: tuple[int, ...] | None
+) -> dict[str, Mappings]:
+    """Return the mappings of the norms of queries and keys. `row_order` is that of their rows."""
+    D, H, K = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+    q_norm, k_norm = names["q_norm"], names["k_norm"]
+    if config.qk_norm_scope == "own":
+        # The file has a row for each head. `normed_heads` reorders its elements.
+        return {
+            "q_norm": (map_tensor(q_norm, (H, D), (K, H // K, D)),),
+            "k_norm": (map_tensor(k_norm, (K, D)),),
+        }
+    shapes = ((D,), (D,)), ((D,), (D,))
+    if config.qk_norm_scope == "projection":
+        shapes = ((H * D,), (K, H // K, D)), ((K * D,), (K, D))
+    return {
+        "q_norm": (map_tensor(q_norm, *shapes[0], row_order=row_order),),
+        "k_norm": (map_tensor(k_norm, *shapes[1], row_order=row_order),),
+    }
+
+
+def _mlp_mappings(config: LlamaConfig, names: Mapping[str, str], F: int) -> dict[str, Mappings]:
+    """Return the mappings of the parameters of an MLP with F features, by parameter name."""
     E = config.hidden_size
-    if "gate_up_proj" in names:
-        return (map_tensor(names["gate_up_proj"], (2 * F, E), (2, F, E)),)
-    tensors = (names["gate_proj"], names["up_proj"]) if config.gated_mlp else (names["up_proj"],)
-    return tuple(map_tensor(each, (F, E), (1, F, E), (i, 0, 0)) for i, each in enumerate(tensors))
+    mappings: dict[str, Mappings] = {}
+    parts = ("gate_proj", "up_proj") if config.gated_mlp else ("up_proj",)
+    for kind, rest in ("proj", (E,)), ("bias", ()):
+        if "gate_up_proj" in names:
+            fused = _tensor_of(names["gate_up_proj"], kind)
+            gate_up = (map_tensor(fused, (2 * F, *rest), (2, F, *rest)),)
+        else:
+            starts = [(half, 0, 0)[: 2 + len(rest)] for half in range(len(parts))]
+            tensors = [_tensor_of(names[part], kind) for part in parts]
+            gate_up = tuple(
+                map_tensor(tensor, (F, *rest), (1, F, *rest), start)
+                for tensor, start in zip(tensors, starts, strict=True)
+            )
+        mappings[f"gate_up_{kind}"] = gate_up
+    mappings["down_proj"] = (map_tensor(names["down_proj"], (E, F)),)
+    mappings["down_bias"] = (map_tensor(_tensor_of(names["down_proj"], "bias"), (E,)),)
+    return mappings
+
+
+def _tensor_of(weight: str, kind: str) -> str:
+    """Return the name of a module's weight, or of its bias if `kind` is ``"bias"``."""
+    return weight if kind == "proj" else weight.removesuffix("weight") + "bias"
 
 
 def name_in_file(config: LlamaConfig, name: str) -> str:
@@ -307,7 +335,7 @@ def _qkv_mappings(
         tensor = fused_tensor or names[name]
         mappings.append(
             map_tensor(
-                tensor.removesuffix("weight") + "bias" if is_bias else tensor,
+                _tensor_of(tensor, "bias" if is_bias else "proj"),
                 (config.qkv_features if fused_tensor else num_rows, *columns),
                 (K, heads, D, *columns),
                 (0, first_head, 0, *[0] * len(columns)),
@@ -317,72 +345,6 @@ def _qkv_mappings(
         )
         row += num_rows
     return tuple(mappings)
-
-
-def _mixer_mappings(
-    mixer: Mixer, hidden_size: int, names: Mapping[str, str]
-) -> dict[str, Mappings]:
-    """Return the mappings of the parameters of a mixer, by parameter name.
-
-    A parameter is stored as one tensor, or in several pieces. Each piece is a tensor, or
-    consecutive rows of a tensor, see `Family.tensors`.
-    """
-    mappings: dict[str, Mappings] = {}
-    for name, shape in mixer.shapes(hidden_size).items():
-        rest = shape[1:] if len(shape) == 4 else ()  # files keep 4-D vectors, and flatten others
-        if name == "mixer_conv" or name.endswith("_proj"):
-            rest = shape[-1:] if name.endswith("_proj") else shape[-2:]
-        if name in names:
-            rows = math.prod(shape) // math.prod(rest)
-            mappings[name] = (map_tensor(names[name], (rows, *rest), shape),)
-            continue
-        K, first, boxes = shape[0], 0, []
-        of_all = names.get(f"{name}.*", "")
-        pieces = [
-            (names.get(f"{name}.{piece}", of_all.replace("*", piece)), rows)
-            for piece, rows in mixer.pieces[name]
-        ]
-        for index, (tensor, rows) in enumerate(pieces):
-            before, total = (
-                K * sum(each for other, each in some if other == tensor)
-                for some in (pieces[:index], pieces)
-            )
-            start = (0, first, *[0] * len(rest))
-            box = (K, rows, *rest)
-            boxes.append(map_tensor(tensor, (total, *rest), box, start, first_row=before))
-            first += rows
-        mappings[name] = tuple(boxes)
-    return mappings
-
-
-def _latent_mappings(config: LlamaConfig, latent: LatentSizes) -> dict[str, Mappings]:
-    """Return the mappings of the parameters of latent attention, by parameter name."""
-    E, H, R = config.hidden_size, config.num_attention_heads, latent.kv_lora_rank
-    q_rank, nope, rope = latent.q_lora_rank, latent.qk_nope_head_dim, latent.qk_rope_head_dim
-    order = head_order(rope, rope, interleaved=config.rope_interleaved)
-    kv = functools.partial(map_tensor, "self_attn.kv_a_proj_with_mqa.weight", (R + rope, E))
-    projections = (
-        kv((R, E), (q_rank, 0)),
-        kv((rope, E), (q_rank + R, 0), first_row=R, row_order=order),
-    )
-    inputs, name, of_queries = E, "q_proj", ()
-    if q_rank:
-        inputs, name = q_rank, "q_b_proj"
-        of_queries = (map_tensor("self_attn.q_a_proj.weight", (q_rank, E)),)
-    query_order = None
-    if order is not None:
-        query_order = (*range(nope), *(nope + index for index in order))
-    size, kv_size = latent.query_dim, nope + latent.v_head_dim
-    return {
-        "latent_proj": of_queries + projections,
-        "q_proj": (
-            map_tensor(f"self_attn.{name}.weight", (H * size, inputs), (H, size, inputs),
-                 row_order=query_order),
-        ),
-        "kv_b_proj": (map_tensor("self_attn.kv_b_proj.weight", (H * kv_size, R), (H, kv_size, R)),),
-        "q_a_norm": (map_tensor("self_attn.q_a_layernorm.weight", (q_rank,)),),
-        "kv_a_norm": (map_tensor("self_attn.kv_a_layernorm.weight", (R,)),),
-    }  # fmt: skip
 
 
 def _expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[str, Mappings]:
@@ -398,11 +360,12 @@ def _expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[str, Ma
         "router_correction_bias": (map_tensor(names["router_correction_bias"], (X,)),),
         "router_expert_factor": (map_tensor(names["router_expert_factor"], (X,)),),
         "shared_expert_gate": (map_tensor("mlp.shared_expert_gate.weight", (1, hidden_size)),),
-        "gate_up_proj": _gate_up_mappings(config, names, shared),
-        "down_proj": (map_tensor(names["down_proj"], (hidden_size, shared)),),
+        **_mlp_mappings(config, names, shared),
     }
-    for name, shape in ("moe_in_proj", (E, hidden_size)), ("moe_out_proj", (hidden_size, E)):
-        mappings |= {name: (map_tensor(names[name], shape),)} if name in names else {}
+    for name, shape in ("moe_in", (E, hidden_size)), ("moe_out", (hidden_size, E)):
+        if weight := names.get(f"{name}_proj"):
+            mappings[f"{name}_proj"] = (map_tensor(weight, shape),)
+            mappings[f"{name}_bias"] = (map_tensor(_tensor_of(weight, "bias"), shape[:1]),)
     if "router_bias" in names:
         mappings["router_bias"] = (map_tensor(names["router_bias"], (X,)),)
     if "transposed_gate_up_proj" in names and experts != "separate":
