@@ -2,7 +2,7 @@
 
 Entries of `tests.support.families.CASES` are tested without a cache and in an engine. The engine's
 pool is so small that it preempts sequences. `ENGINES` has the options of the engines: together, all
-engines run each kind of layer with both backends, with both kinds of preemption, with and without
+engines run each kind of layer with three backends, with both kinds of preemption, with and without
 drafts, and with scores. Other combinations run only with ``-m exhaustive``. Entries of `VARIANTS`
 are only loaded, run without a cache, and saved.
 """
@@ -40,13 +40,14 @@ pytestmark = pytest.mark.slow
 
 LENGTH, MAX_TOKENS = 512, 64
 NUM_DRAFTS = 4
+BACKENDS = ("xla", "triton", "cpu")
 NUM_TOP = 20
 TOKENS = np.random.default_rng(0).integers(2, VOCAB_SIZE, (1, LENGTH), np.int32)
 
 
 # Options of the engines of each case: the backend, the kind of preemption, whether the engine
 # verifies drafts, and whether it scores a prompt. A case with a kind of layer that no other case
-# has runs two engines. `test_engines_cover_each_kind_of_layer_with_each_option` checks the table.
+# has runs three engines. `test_engines_cover_each_kind_of_layer_with_each_option` checks the table.
 ENGINES = {
     "llama": ("triton recompute",),
     "mistral": ("xla swap scores",),
@@ -56,13 +57,14 @@ ENGINES = {
     "gemma2": (
         "xla swap drafts scores",
         "triton recompute",
+        "cpu swap",
     ),
     "phi3 with longrope of half a head, and a window": ("triton recompute drafts",),
-    "olmo2": ("xla swap",),
+    "olmo2": ("cpu swap",),
     "olmo3 with yarn": ("triton recompute drafts",),
-    "smollm3": ("xla swap",),
+    "smollm3": ("cpu swap",),
     "granite": ("triton recompute",),
-    "glm4": ("xla swap",),
+    "glm4": ("cpu swap",),
     "cohere2": ("xla swap scores",),
     "mixtral": ("triton recompute",),
     "qwen2_moe": ("triton recompute",),
@@ -71,43 +73,53 @@ ENGINES = {
     "gpt_oss": (
         "xla swap drafts scores",
         "triton recompute",
+        "cpu swap",
     ),
     "glm4_moe": ("triton recompute",),
     "gemma3n": (
         "xla swap drafts scores",
         "triton recompute",
+        "cpu swap",
     ),
     "gemma4": ("xla swap scores",),
     "gemma4 with embeddings per layer and shared keys": ("xla swap drafts scores",),
-    "gemma4 with experts": ("triton recompute drafts",),
-    "ministral3": ("xla swap",),
+    "gemma4 with experts": (
+        "triton recompute drafts",
+        "cpu swap",
+    ),
+    "ministral3": ("cpu swap",),
     "deepseek_v2": ("triton recompute",),
-    "deepseek_v3": ("xla swap",),
+    "deepseek_v3": ("cpu swap",),
     "minimax_m2": ("xla swap scores",),
     "llama4": (
         "xla swap drafts scores",
         "triton recompute",
+        "cpu swap",
     ),
     "lfm2_moe": (
         "xla swap scores",
         "triton recompute drafts",
+        "cpu swap",
     ),
     "qwen3_5": ("xla swap drafts scores",),
-    "qwen3_5_moe": ("xla swap scores",),
+    "qwen3_5_moe": ("cpu swap scores",),
     "qwen3_next": ("triton recompute",),
-    "granitemoehybrid": ("xla swap scores",),
+    "granitemoehybrid": ("cpu swap scores",),
     "falcon_h1": (
         "xla swap drafts scores",
         "triton recompute",
+        "cpu swap",
     ),
     "olmo_hybrid": ("triton recompute",),
     "kimi_linear": (
         "xla swap drafts scores",
         "triton recompute",
+        "cpu swap",
     ),
     "nemotron_h": (
         "xla swap scores",
         "triton recompute drafts",
+        "cpu swap",
     ),
 }
 
@@ -210,6 +222,7 @@ def kinds_of_layers(config: LlamaConfig) -> set[str]:
         "norms over all heads": config.qk_norm and config.qk_norm_scope == "projection",
         "gates of attention": config.attention_gate,
         "biases": config.qkv_bias,
+        "biases of MLPs": config.mlp_bias,
         "tied embeddings": config.tie_word_embeddings,
     }
     return {kind for kind, is_there in kinds.items() if is_there}
@@ -222,7 +235,7 @@ def test_engines_cover_each_kind_of_layer_with_each_option(tmp_path) -> None:
         for kind in kinds_of_layers(LlamaConfig.from_file(tmp_path / name)):
             for row in ENGINES[name]:
                 covered[kind] |= {*row.split(), "drafts" if "drafts" in row else "no drafts"}
-    options = {"xla", "triton", "swap", "recompute", "drafts", "no drafts", "scores"}
+    options = {*BACKENDS, "swap", "recompute", "drafts", "no drafts", "scores"}
     assert len(covered) > 20
     assert {kind: options - found for kind, found in covered.items() if found != options} == {}
 
@@ -232,7 +245,7 @@ def engine_params() -> list[Any]:
     params = []
     for number, (name, rows) in enumerate(ENGINES.items()):
         params += [pytest.param(name, row, id=f"{name}-{row}") for row in rows]
-        for backend, preemption in itertools.product(("xla", "triton"), ("swap", "recompute")):
+        for backend, preemption in itertools.product(BACKENDS, ("swap", "recompute")):
             row = f"{backend} {preemption}"
             if not any(each.startswith(row) for each in rows):
                 row += " drafts" if number % 2 == (backend == "xla") else ""
