@@ -55,7 +55,7 @@ def routes(service: Service) -> list[Route]:
 
 def _needs_admin_key(service: Service) -> ApiError:
     if service.settings.admin_key is None:
-        message = "This route needs a server with an --admin-key."
+        message = "This route is disabled, because the server was started without --admin-key."
     else:
         message = "This route needs the admin key. Send it as Authorization: Bearer KEY."
     return ApiError(403, message, code="admin_key_required")
@@ -131,7 +131,8 @@ async def _stop_profile(service: Service, request: Request) -> dict[str, Any]:
 def _profile_folder(service: Service) -> str:
     folder = service.settings.profile_folder
     if folder is None:
-        raise ApiError(404, "Profiles need a server with --profile DIR.", code="no_profiles")
+        message = "This route is disabled, because the server was started without --profile."
+        raise ApiError(404, message, code="no_profiles")
     return folder
 
 

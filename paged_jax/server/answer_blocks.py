@@ -115,8 +115,8 @@ class BlockAnswer(Answer):
     The argument `chat` is the body, converted to a body of ``POST /v1/chat/completions``.
 
     Attributes:
-      format_field: name of the body field with the required format of the text.
-      tracker: the blocks so far.
+      format_field: name of the body field that may require a format of the text.
+      tracker: the blocks generated so far.
     """
 
     end_mark = b""
@@ -148,7 +148,7 @@ class BlockAnswer(Answer):
     @property
     @abstractmethod
     def has_format(self) -> bool:
-        """Whether the body requires a format of the text in `format_field`."""
+        """Whether the body has the field `format_field`, and the field requires a format."""
 
     @abstractmethod
     def format_constraint(self) -> StructuredOutputsParams:

@@ -20,7 +20,8 @@ from paged_jax.server.responses import ApiError, JsonDict, bad_request, encode_e
 from paged_jax.server.sampling_body import SamplingBody
 from paged_jax.server.service import Client, Service
 
-# Reported instead of a log-probability of -inf, as by OpenAI, because JSON has no infinity.
+# Reported instead of the log-probability -inf, which JSON cannot represent. OpenAI reports the same
+# number.
 _LOWEST = -9999.0
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 # Body fields that contain the prompt, and body fields that contain a constraint on the text.
@@ -55,7 +56,7 @@ class SampleDelta:
 
     @property
     def logprobs(self) -> list[dict[int, Logprob]] | None:
-        """Log-probabilities at each new token, by token id; None if they were not requested."""
+        """For each new token, a dict from token ids to log-probabilities; None if not requested."""
         logprobs = self.sample.logprobs
         return None if logprobs is None else logprobs[self.start :]
 
@@ -185,17 +186,17 @@ class Answer(ABC):
 
     @property
     def stop(self) -> tuple[str, list[str]]:
-        """Name of the body field with the stop strings, and the stop strings."""
+        """Stop strings of the body, as a tuple (name of the body field, list of strings)."""
         stop = self.body.stop
         return "stop", [stop] if isinstance(stop, str) else stop or []
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Maximum length of a prompt in tokens; it leaves room for an answer if needed."""
+        """Maximum prompt length in tokens; with an answer, one less than the context length."""
         return self.service.max_model_len - (self.max_tokens != 0)
 
     def _first_given(self, names: Sequence[str]) -> str:
-        """Return the first name of a field that the body sets; else the last name."""
+        """Return the first of `names` that the body sets. If it sets none, return the last."""
         given = (name for name in names if getattr(self.body, name, None) is not None)
         return next(given, names[-1])
 
@@ -303,7 +304,7 @@ class OpenAiAnswer(Answer):
         return options is not None and bool(options.include_usage)
 
     def usage_so_far(self, output: RequestOutput, delta: SampleDelta) -> schemas.Usage | None:
-        """Return the token counts of a sample so far if events must have them, else None."""
+        """Return the token counts of a sample so far; None if the client did not request them."""
         options = self.body.stream_options
         if not (self._sends_usage and options and options.continuous_usage_stats):
             return None
@@ -314,7 +315,7 @@ class OpenAiAnswer(Answer):
         return usage(outputs)
 
     def closing(self, outputs: Sequence[RequestOutput]) -> list[JsonDict]:
-        """Return a list with an event for usage and explanations, or [] if not requested."""
+        """Return a list with one event for usage and explanations; [] if not requested."""
         end: dict[str, Any] = {}
         if self._sends_usage:
             end["usage"] = self.usage(outputs)
@@ -347,7 +348,7 @@ class OpenAiAnswer(Answer):
 
 
 def finite(logprob: float) -> float:
-    """Return a log-probability, or -9999 if it is lower, because JSON has no infinity."""
+    """Return the larger of `logprob` and -9999, because JSON cannot represent -inf."""
     return max(logprob, _LOWEST)
 
 
@@ -361,7 +362,7 @@ def keep_top(
 
 
 def by_token_id(rows: Sequence[dict[int, Logprob] | None] | None) -> Any:
-    """Convert the log-probabilities at each position to dicts of `schemas.Candidate`."""
+    """Convert the log-probabilities of each position to a dict from token ids to candidates."""
     if rows is None:
         return None
     return [
@@ -452,7 +453,9 @@ def schema_constraint(schema: dict[str, Any], is_strict: bool) -> StructuredOutp
 def only_constraint(
     params: dict[str, Any], format: StructuredOutputsParams | None, field: str
 ) -> StructuredOutputsParams | None:
-    """Return the constraint of ``structured_outputs`` or of the API's own field, else None.
+    """Return the constraint on the text; None if the body has none.
+
+    It comes from the field ``structured_outputs`` or from the API's own field.
 
     Args:
       params: sampling parameters, which may have ``structured_outputs``.

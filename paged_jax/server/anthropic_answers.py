@@ -39,7 +39,7 @@ class MessagesAnswer(BlockAnswer):
 
     @property
     def stop(self) -> tuple[str, list[str]]:
-        """Name of a body field with stop strings, and the stop strings of all such fields."""
+        """Stop strings of both body fields, as a tuple (name of a field, list of strings)."""
         field, stop = super().stop
         own = self.body.stop_sequences
         return (field, stop) if own is None else ("stop_sequences", [*stop, *own])

@@ -81,7 +81,7 @@ class CountTokensBody(TemplateFields):
     service_tier: str | None = Field(None, description="Ignored.")
     speed: str | None = Field(None, description="Ignored.")
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = Field(
-        None, description="Only an empty list."
+        None, description="Must be null or empty."
     )
     container: None = Field(None, description="Must be null.")
 
@@ -99,7 +99,7 @@ class MessagesBody(CountTokensBody, SamplingBody):
         description="Maximum number of tokens to generate."
     )
     stop_sequences: Items[Text] | None = Field(None, description="Texts that end the output.")
-    n: Literal[1] | None = Field(None, description="Only 1.")
+    n: Literal[1] | None = Field(None, description="Must be null or 1.")
     # Fields below are accepted and have no effect on this server.
     inference_geo: str | None = Field(None, description="Ignored.")
     diagnostics: Any = Field(None, description="Ignored.")

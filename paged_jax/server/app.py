@@ -236,7 +236,8 @@ def _router_infos(service: Service) -> tuple[schemas.ModelInfo, schemas.ServerIn
         max_context_length=service.max_model_len,
         vocab_size=service.vocab_size,
     )
-    # `ServerInfo` has no field `model_path`: the router would try to load a tokenizer from there.
+    # `ServerInfo` has no field `model_path`, because SGLang's router would try to load a tokenizer
+    # from that path.
     server = schemas.ServerInfo(
         served_model_name=name,
         version=__version__,
@@ -273,7 +274,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _advice(request: Request) -> str:
-    """Return advice for the 404 error: a similar path that exists, or where all are listed."""
+    """Return advice for the 404 error: a similar path that exists, or the list of all paths."""
     # Clients append a path to a base URL, so slashes or `/v1` may be missing or doubled.
     parts = [part for part in request.scope["path"].split("/") if part]
     path = "/" + "/".join(part for part, _ in itertools.groupby(parts))
@@ -331,7 +332,7 @@ class Startup:
         return not self._made.done()
 
     def check(self) -> None:
-        """If `make` raised an exception, raise it here."""
+        """Raise the exception that `make` raised, if any."""
         if self._made.done():
             self._made.result()
 

@@ -85,17 +85,21 @@ class OpenAiBody(SamplingBody):
     )
     use_beam_search: bool | None = Field(
         None,
-        description="Whether beam search finds the `n` most probable samples (at most 10), while "
-        "other requests run. Sampling fields and `stop` are then errors.",
+        description="Whether to find the `n` most probable samples (at most 10) with beam search, "
+        "while other requests continue. Sampling fields and `stop` are then errors.",
     )
     length_penalty: Annotated[float | None, Field(ge=-10, le=10)] = Field(
-        None, description="For beam search: above 0 favours long samples, below 0 short samples."
+        None,
+        description="For beam search: positive values favour long samples, negative values favour "
+        "short samples.",
     )
     return_token_ids: bool | None = Field(
         None, description="Whether to return the token ids of the prompt and of each sample."
     )
     truncate_prompt_tokens: Annotated[int, Field(ge=-1), WHOLE] | None = Field(
-        None, description="Keep only this number of tokens at the end; -1 keeps all that fit."
+        None,
+        description="Keep only this number of tokens at the end of each prompt; -1 keeps as many "
+        "as fit into the context.",
     )
     stream_options: StreamOptions | None = Field(
         None, description="Options of the stream: `include_usage` and `continuous_usage_stats`."
@@ -124,10 +128,10 @@ class CompletionBody(OpenAiBody):
     )
     echo: bool | None = Field(
         None,
-        description="Whether the text begins with the prompt; with `logprobs`, also its log-"
-        "probabilities.",
+        description="Whether the text begins with the prompt. With `logprobs`, the "
+        "log-probabilities then include those of the prompt.",
     )
-    suffix: Literal[""] | None = Field(None, description="Only an empty text.")
+    suffix: Literal[""] | None = Field(None, description="Must be null or empty.")
     best_of: Annotated[int, Field(ge=1), WHOLE] | None = Field(
         None,
         description="Number of samples to draw; the `n` samples with the highest mean "
@@ -238,7 +242,8 @@ class MessageParam(LenientBody):
     name: str | None = None
     tool_calls: Items[ToolCallParam] | None = None
     tool_call_id: str | None = None
-    # Reasoning that precedes the content. Some clients use one name, some the other.
+    # Reasoning that precedes the content. Some clients send it under the first name, others under
+    # the second.
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
@@ -270,7 +275,8 @@ class TokenizeBody(TemplateFields):
     )
     continue_final_message: bool | None = Field(
         None,
-        description="Whether the last message is continued. Needs add_generation_prompt false.",
+        description="Whether the last message is continued. Requires add_generation_prompt to be "
+        "false.",
     )
     tools: Items[ToolParam] | None = Field(
         None, description="Functions that the template shows to the model."
@@ -315,14 +321,16 @@ class ChatBody(OpenAiBody, TemplateFields):
     parallel_tool_calls: bool | None = Field(
         None, description="Whether an answer may have several calls; by default true."
     )
-    modalities: list[Literal["text"]] | None = Field(None, description="Only text.")
+    modalities: list[Literal["text"]] | None = Field(
+        None, description='Must be null or `["text"]`.'
+    )
     add_generation_prompt: bool | None = Field(
         None, description="Whether to append the start of the next message; by default true."
     )
     continue_final_message: bool | None = Field(
         None,
         description="Whether the answer continues the last message, which is the assistant's. "
-        "Needs add_generation_prompt false.",
+        "Requires add_generation_prompt to be false.",
     )
     include_reasoning: bool | None = Field(
         None, description="Whether responses contain the reasoning; by default true."

@@ -57,8 +57,8 @@ class ChatAnswer(OpenAiAnswer):
 
     def params(self) -> dict[str, Any]:
         """Return the sampling parameters, with log-probabilities and the grammar of tool calls."""
-        # Always include `max_tokens`. With None, an answer may fill the context. If it were left
-        # out, the default of `SamplingParams` would apply.
+        # Always include `max_tokens`, also if it is None, which lets an answer fill the context.
+        # Without this entry, the default of `SamplingParams` would apply.
         body, params = self.body, {**super().params(), "max_tokens": self.max_tokens}
         if body.top_logprobs and not body.logprobs:
             raise ApiError(
@@ -126,7 +126,7 @@ class ChatAnswer(OpenAiAnswer):
             if kind == "call":
                 calls.append(self._begin_call(index, text))
             elif kind == "arguments" and calls:
-                # Extend the entry of this call, because an event has at most one entry per call.
+                # Extend the entry of this tool call: an event has at most one entry per tool call.
                 calls[-1].function.arguments += text
             elif kind == "arguments":
                 function = schemas.CalledFunction(arguments=text)
@@ -217,14 +217,14 @@ def chat_logprobs(
     Args:
       tokenizer: the tokenizer of the model.
       sample: a sample that was generated with log-probabilities.
-      indices: indices in the sample of the tokens to report.
-      count: number of most probable tokens that each entry has.
+      indices: indices of the tokens to report, as positions in ``sample.token_ids``.
+      count: number of most probable tokens in each entry.
     """
     assert sample.logprobs is not None
     for index in indices:
         token_id, row = sample.token_ids[index], sample.logprobs[index]
-        # Select the `count` most probable tokens: `row` also has the generated token, which may be
-        # less probable.
+        # Select the `count` most probable tokens. `row` may have one more entry, because it always
+        # includes the generated token.
         top = sorted(row, key=lambda each: row[each].rank)[:count]
         others = [_top_logprob(tokenizer, each, row[each]) for each in top]
         yield {**_top_logprob(tokenizer, token_id, row[token_id]), "top_logprobs": others}

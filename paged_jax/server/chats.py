@@ -91,7 +91,7 @@ class Chat:
 
     @property
     def _names_tool(self) -> bool:
-        """Whether `tool_choice` names the function that must be called. It is called once."""
+        """Whether `tool_choice` names a function, which the model must then call exactly once."""
         return isinstance(self.body.tool_choice, bodies.ToolChoice)
 
     @property
@@ -127,7 +127,7 @@ class Chat:
 
     @functools.cached_property
     def _start(self) -> Start:
-        """Whether the generated text begins within or after the reasoning, see `Start`."""
+        """Place where the generated text begins: inside or after the reasoning, see `Start`."""
         if self.reasoning is None or self.body.continue_final_message:
             return "answer"
         return self.reasoning.start(self._prompt)
@@ -161,7 +161,7 @@ class Chat:
     ) -> StructuredOutputsParams | None:
         """Extend the constraint on the content to a constraint on the whole generated text.
 
-        The whole text may also have reasoning and tool calls. Returns None for any text.
+        The whole text may also have reasoning and tool calls. Returns None if any text is allowed.
         """
         format, reasoning = self._tool_format, self.reasoning
         if constraint is None and format is None:
@@ -258,9 +258,10 @@ class Chat:
         return parts
 
     def content_tokens(self, delta: SampleDelta, parts: Sequence[AnswerDelta]) -> list[list[int]]:
-        """Return a list of the indices of content tokens for each part.
+        """Return a list for each part: the indices of its tokens, or [] if it is not content.
 
-        The lists for reasoning and tool calls are empty. Indices count the sample's tokens.
+        An index is a position in `delta.sample.token_ids`. Reasoning and tool calls are not
+        content.
 
         Args:
           delta: the new tokens of a sample.
@@ -284,7 +285,7 @@ class Chat:
         low, high = 0, len(sample.token_ids)
         if reader.is_inside:
             return high
-        # Search the smallest number of tokens that contain the end tag of the reasoning.
+        # Find the shortest beginning of the tokens that contains the end tag of the reasoning.
         while low < high:
             middle = (low + high) // 2
             text = tokenizer.decode(sample.token_ids[:middle], skip_special_tokens=False)
@@ -322,14 +323,15 @@ class ContentTokens:
         self._tokenizer = tokenizer
         self._shows_special = shows_special
         self._num_tokens = 0
-        # Bytes of text after the last part, and the tokens that begin in this text. Each token has
-        # its index, and its start and end in the text of all tokens.
+        # `_text` is the text after the last part, as bytes. `_offset` is the position of `_text` in
+        # the text of all tokens. `_tokens` has the index, start and end of each token that begins
+        # in `_text`. These starts and ends are positions in the text of all tokens.
         self._text = b""
         self._tokens: collections.deque[tuple[int, int, int]] = collections.deque()
-        self._offset = 0  # position of `_text` in the text of all tokens
+        self._offset = 0
 
     def push(self, token_ids: Sequence[int], parts: Sequence[AnswerDelta]) -> list[list[int]]:
-        """Return a list of the indices of content tokens for each new part.
+        """Return a list for each new part: the indices of its tokens, or [] if not content.
 
         Args:
           token_ids: the new tokens. The part that contains their text may follow in a later call.
@@ -345,13 +347,14 @@ class ContentTokens:
         return [self._take(part) for part in parts]
 
     def _take(self, part: AnswerDelta) -> list[int]:
-        """Remove the text of a part, and return the indices of its tokens if it is content."""
+        """Remove the text up to the end of `part`, and return the indices of its content tokens."""
         data = part.text.encode("utf-8", "replace")
         at = self._text.find(data)
         # The model did not generate this text, for example because it was converted to JSON.
         if at < 0 and part.kind in ("call", "arguments"):
             return []
-        # The text may not be found because it has replacement characters instead of invalid bytes.
+        # The part may be missing in `_text`, because the part has replacement characters (U+FFFD)
+        # where `_text` has invalid bytes.
         at = max(at, 0)
         start, end = self._offset + at, self._offset + at + len(data)
         found = []
@@ -434,7 +437,8 @@ def template_tools(tools: Sequence[bodies.ToolParam], tokenizer: Tokenizer) -> l
     if tools and tokenizer.tool_format is None:
         shows = tokenizer.tool_support.shows_tools
         reason = "tool format is not supported" if shows else "chat template has no tools"
-        raise ApiError(400, f"tools must be null or empty, as the model's {reason}.", param="tools")
+        rule = f"must be null or empty, because the model's {reason}"
+        raise ApiError(400, f"tools {rule}.", param="tools")
     return [tool.model_dump(exclude_none=True, include={"type", "function"}) for tool in tools]
 
 
@@ -447,5 +451,5 @@ def check_calls(messages: Sequence[bodies.MessageParam], tokenizer: Tokenizer) -
     for index, message in enumerate(messages):
         if message.tool_calls and not tokenizer.tool_support.writes_calls:
             param = f"messages.{index}.tool_calls"
-            reason = "as the model's chat template leaves calls out"
+            reason = "because the model's chat template omits tool calls"
             raise ApiError(400, f"{param} must be null or empty, {reason}.", param=param)

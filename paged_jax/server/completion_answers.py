@@ -333,8 +333,9 @@ def prompt_texts(
 ) -> list[str]:
     """Return the text of each token of a prompt. Joined, they are the text of the prompt.
 
-    If the prompt is a text, special tokens written in it keep their text, and special tokens that
-    the tokenizer adds have the text "". For token ids, the text equals `Tokenizer.decode`.
+    If the prompt is a text, special tokens that it contains keep their text, and special tokens
+    that the tokenizer adds have the text "". If the prompt is token ids, the joined text equals the
+    result of `Tokenizer.decode`.
 
     Args:
       tokenizer: the model's tokenizer. With None, all texts are "".

@@ -142,9 +142,9 @@ class _EventSender:
     async def pinging(self, ping: bytes, seconds: float) -> AsyncIterator[None]:
         """Send `ping` whenever nothing was sent for `seconds`, until the ``with`` block ends.
 
-        If `seconds` is 0, no pings are sent.
-        Otherwise, proxies and clients may close the connection, for example while a long prompt is
-        computed. The first ping is sent after at most `_FIRST_PING` seconds without events.
+        Without pings, proxies and clients may close the connection, for example while a long prompt
+        is computed. The first ping is sent after at most `_FIRST_PING` seconds without events. If
+        `seconds` is 0, no pings are sent.
         """
         task = asyncio.create_task(self._ping(ping, seconds)) if seconds else None
         try:

@@ -124,7 +124,7 @@ def _make_job(answer: Answer) -> Job:
     if body.timeout is not None:
         options["timeout"] = body.timeout
     salt, own = answer.client.salt, body.cache_salt or ""
-    # With the separator, different pairs of salts give different texts.
+    # The colon separates the two salts, so that different pairs cannot give the same text.
     return Job(token_ids, params, f"{salt}:{own}" if salt else own, options, grammar)
 
 
@@ -178,7 +178,7 @@ def _limit_tokens(
             most = max(1, min(*room, (limits.max_answer_logprobs - count) // per_token))
             params = dataclasses.replace(params, max_tokens=most)
         count += per_token * sum(min(most, each) for each in room)
-    product = "n times the tokens times the log-probabilities per token"
+    product = "the number of log-probabilities (n * tokens * log-probabilities per token)"
     limits.check("max_answer_logprobs", count, None, what=product)
     return params
 
@@ -186,7 +186,7 @@ def _limit_tokens(
 def _num_logprobs(asked: int | None) -> int:
     """Return the number of log-probabilities per token for a value of `logprobs`.
 
-    The chosen token has one too, in addition to the most probable tokens.
+    `logprobs` counts the most probable tokens. The chosen token is reported in addition to them.
     """
     return 0 if asked is None else asked + 1
 
@@ -344,7 +344,8 @@ def _unsupported(name: str, rule: str) -> ApiError:
 def _num_candidates(service: Service, width: int, num_end_ids: int) -> int:
     """Return the number of most probable tokens that a step of beam search requests per beam.
 
-    It includes tokens that the model's biases suppress, because these are dropped afterwards.
+    It is increased by the number of tokens that the model's biases suppress: these tokens may be
+    among the most probable tokens, and are dropped afterwards.
     """
     return num_candidates(width, num_end_ids) + len(service.token_bias.all_ids)
 

@@ -100,7 +100,7 @@ class Server(uvicorn.Server):
             _logger.info("listening on %s, not ready yet", url_of(each))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait until all connections have ended. When the service has stopped, close them."""
+        """Wait until all connections have ended. Close them as soon as the service has stopped."""
         closing = asyncio.create_task(self._close_connections())
         await super().shutdown(sockets)
         closing.cancel()
@@ -137,7 +137,7 @@ class Connection(H11Protocol):
     Args:
       limits: limits on headers, bodies and connections.
       on_rejection: function that is called with the HTTP status of each error that this class
-        sends. The application does not see the requests of these errors.
+        sends. The application does not see the rejected requests.
       **options: the arguments that uvicorn passes to a connection.
     """
 
@@ -173,7 +173,7 @@ class Connection(H11Protocol):
         self._watch_request()
 
     def on_response_complete(self) -> None:
-        """Start or stop the timer for a client that is still sending the body of its request."""
+        """Start the timer if the client is still sending its request body, else stop it."""
         super().on_response_complete()
         self._watch_request()
 

@@ -66,7 +66,7 @@ class Limits:
                 continue
             is_time = name.endswith("_timeout")
             if not (0 < value < math.inf if is_time else value >= 0):
-                rule = "be finite seconds > 0" if is_time else "be >= 0"
+                rule = "be a finite number of seconds > 0" if is_time else "be >= 0"
                 raise ValueError(f"Limits: {name} must {rule}, got {value}.")
         highest = {"max_n": MAX_N, "max_logprobs": MAX_LOGPROBS, "max_prompts": MAX_PROMPTS}
         for name, most in highest.items():

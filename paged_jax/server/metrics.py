@@ -54,10 +54,10 @@ _HISTOGRAMS = {
 }
 # Gauges of the engine's state: a help text, and a function that reads the value from a snapshot.
 _GAUGES: dict[str, tuple[str, Callable[[EngineSnapshot], float]]] = {
-    "vllm:num_requests_running": ("Samples that hold a slot.", lambda now: now.num_running),
+    "vllm:num_requests_running": ("Samples that have a slot.", lambda now: now.num_running),
     "vllm:num_requests_waiting": ("Samples that wait for a slot.", lambda now: now.num_waiting),
     "vllm:kv_cache_usage_perc": (
-        "Fraction of blocks that samples hold, 0 to 1.",
+        "Fraction of blocks that samples use, 0 to 1.",
         lambda now: now.groups[0].num_used / now.groups[0].num_blocks,
     ),
 }
@@ -70,7 +70,10 @@ _COUNTERS = {
     ),
     "vllm:prefix_cache_hits": ("num_cached_tokens", "Prompt tokens found in the prefix cache."),
     "vllm:spec_decode_num_drafts": ("num_drafts", "Drafts of speculative decoding."),
-    "vllm:spec_decode_num_draft_tokens": ("num_draft_tokens", "Tokens in these drafts."),
+    "vllm:spec_decode_num_draft_tokens": (
+        "num_draft_tokens",
+        "Tokens in the drafts of speculative decoding.",
+    ),
     "vllm:spec_decode_num_accepted_tokens": (
         "num_accepted_tokens",
         "Draft tokens that the model accepted.",
@@ -102,7 +105,7 @@ class Metrics:
     ):
         self.snapshot = snapshot
         self._registry = CollectorRegistry(auto_describe=False)
-        # In vLLM, the label `engine` has the number of the engine. This server has one engine.
+        # In vLLM, the label `engine` is the index of the engine. This server has only one engine.
         self._labels = {"model_name": model_name, "engine": "0"}
         names = list(self._labels)
         self._histograms = {

@@ -153,7 +153,7 @@ ENDPOINTS = (
         "getModelInfo",
         schemas.ModelInfo,
         "the served model for SGLang's router (`pip install sglang-router`). Its policy "
-        "`cache_aware` sends prompts to the server with their blocks, see "
+        "`cache_aware` sends prompts to the server that has cached their blocks, see "
         "[replicas.md](replicas.md)",
     ),
     _get(
@@ -178,7 +178,7 @@ ENDPOINTS = (
         "`draining`, `full`, `stalled`, `sleeping`, `failed`",
         400,
     ),
-    _get("/ping", "ping", schemas.Probe, "readiness under another name", 400),
+    _get("/ping", "ping", schemas.Probe, "the same as `/ready`", 400),
     _get(
         "/health",
         "health",
@@ -197,14 +197,15 @@ ENDPOINTS = (
         "/",
         "",
         None,
-        "a page for chats: streams, shows reasoning folded, tokens per second and cached tokens",
+        "a page for chats, which shows text as it is generated, the reasoning in a folded section, "
+        "tokens per second and cached tokens",
     ),
     _get(
         "/cache",
         "",
         None,
-        "a page that shows the blocks live, the events of blocks, and the throughput; a click "
-        "marks the blocks of a sequence",
+        "a page that shows the blocks and their events live, and the throughput; a click on a "
+        "sequence or block marks the blocks of the sequence",
     ),
     _get("/openapi.json", "", None, "the OpenAPI description of all endpoints"),
 )
@@ -282,8 +283,8 @@ def _response(endpoint: Endpoint) -> dict[str, Any]:
     # Streams have no schema here, because OpenAPI can describe events only since version 3.2.
     return {
         "description": "The generated text. If a stream was requested, it consists of server-sent "
-        "events with JSON as data. Endpoints of OpenAI's older APIs end it with an event of data "
-        "[DONE].",
+        "events with JSON as data. Except for `/v1/responses` and `/v1/messages`, a stream ends "
+        "with the event `data: [DONE]`.",
         "content": content | {"text/event-stream": {}},
     }
 

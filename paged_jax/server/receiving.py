@@ -22,11 +22,11 @@ B = TypeVar("B", bound=Body)
 _SMALL = 2**15
 # Maximum number of validation errors that are examined to make the error message.
 _MAX_MISTAKES = 100
-# Rules for unsupported fields, which allow only values without an effect on the response. Error
-# messages put "must" before them.
+# Maps names of unsupported fields to rules, which follow "must" in error messages. The rules allow
+# only values that do not change the response.
 _NO_AUDIO = "as this server does not support audio"
 _UNSUPPORTED = {
-    "function_call": "be null, as calls are tool_calls here",
+    "function_call": "be null, because this server supports only tool_calls",
     "audio": f"be null, {_NO_AUDIO}",
     "content": 'be a text or a list of {"type": "text"} parts, as this server does not support '
     "images or audio",
@@ -40,10 +40,11 @@ _UNSUPPORTED = {
     "container": "be null, as this server runs no containers",
     "mcp_servers": "be null or empty, as this server connects to no other servers",
 }
-# Rules for fields that accept several types. They replace Pydantic's messages, one for each type.
+# Rules for fields that accept several types. Such a rule replaces the messages of Pydantic, which
+# reports an error for each of the types.
 _UNIONS = {
-    "prompt": "be a text, a list of texts, token ids, or a list of token ids of each prompt, "
-    "none of them empty",
+    "prompt": "be a text, a list of texts, a list of token ids, or a list of such lists, none of "
+    "them empty",
     "stop": "be a text or a list of texts, none of them empty",
     "tool_choice": 'be "none", "auto", "required", {"type": "function", "function": '
     '{"name": NAME}} or {"type": "allowed_tools", "allowed_tools": {"mode": MODE, "tools": LIST}}',
@@ -171,9 +172,10 @@ def _unknown_field(error: ErrorDetails) -> ApiError:
 
 
 def _unsupported(place: list[int | str]) -> str | None:
-    """Return the error message if a place is in a field of `_UNSUPPORTED`, else None.
+    """Return the error message for an unsupported field; None if the field is supported.
 
-    `place` is the path to the invalid value: names of fields, and indices in lists.
+    `place` is the path of the invalid value in the body: names of fields, and indices in lists.
+    The path may lead through a field of `_UNSUPPORTED`, which then gives the message.
     """
     for index, part in enumerate(place):
         if part in _UNSUPPORTED:

@@ -49,8 +49,8 @@ _RANDOM = random.Random()
 _SMALL_BODY = 2**12
 # HTTP methods that metrics distinguish. All other words that clients may send are counted together.
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-# Paths that are requested every few seconds, and would flood the log. Requests of probes are logged
-# at the level "debug". Requests of the other paths are too, unless they fail.
+# Paths that are requested every few seconds, and would flood the log. All requests of `_PROBES` and
+# the successful requests of `_FREQUENT` are logged at the level "debug".
 _PROBES = ("/live", "/ready", "/health")
 _FREQUENT = ("/metrics", "/cache/state")
 # Names of span attributes. Token counts have the names of OpenTelemetry's conventions for

@@ -42,9 +42,9 @@ class ResponsesAnswer(BlockAnswer):
         self._cut_block: Block | None = None
         self._num_events = 0
         self._echoed = _echo(body)
-        # Log-probabilities of the tokens of each block of text, by the index of the block.
+        # Maps the index of each text block to the log-probabilities of its tokens.
         self._logprobs: dict[int, list[JsonDict]] = {}
-        # Log-probabilities of tokens with text that is held back and not in a block yet.
+        # Log-probabilities of tokens that are in no block yet, because their text is held back.
         self._next_logprobs: list[JsonDict] = []
 
     @property
@@ -55,7 +55,7 @@ class ResponsesAnswer(BlockAnswer):
 
     @property
     def has_format(self) -> bool:
-        """Whether the body requires a format of the text in `text.format`."""
+        """Whether the body field `text.format` requires a format."""
         format = None if self.body.text is None else self.body.text.format
         return format is not None and format.type != "text"
 
@@ -242,7 +242,8 @@ class ResponsesAnswer(BlockAnswer):
     ) -> list[tuple[BlockChange, list[JsonDict]]]:
         """Add new text to the blocks. Return the changes of blocks, with log-probabilities.
 
-        If log-probabilities were requested, changes of text have those of their tokens.
+        Each change is paired with the log-probabilities of the tokens that it adds. They are []
+        unless the block is text and log-probabilities were requested.
 
         Args:
           delta: the new text and tokens of the sample.

@@ -89,7 +89,7 @@ class InputTokensBody(TemplateFields):
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="Ignored: input that is too long is an error."
     )
-    # Fields below would need stored responses.
+    # Fields below must be null: they refer to stored responses, and this server stores none.
     previous_response_id: None = Field(None, description="Must be null: responses are not stored.")
     conversation: None = Field(None, description="Must be null: responses are not stored.")
 
@@ -100,13 +100,13 @@ class ResponsesBody(InputTokensBody, SamplingBody):
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = Field(
         None, description="Maximum number of tokens to generate, reasoning included."
     )
-    n: Literal[1] | None = Field(None, description="Only 1.")
+    n: Literal[1] | None = Field(None, description="Must be null or 1.")
     top_logprobs: Annotated[int, Field(ge=0), WHOLE] | None = Field(
         None, description="Number of most probable tokens to report with each token."
     )
     include: Items[str] | None = Field(
         None,
-        description="`message.output_text.logprobs` reports log-probabilities. Other values are "
+        description="`message.output_text.logprobs` requests log-probabilities. Other values are "
         "ignored.",
     )
     metadata: Annotated[dict[str, str], Field(max_length=_MAX_METADATA)] | None = Field(
@@ -116,16 +116,16 @@ class ResponsesBody(InputTokensBody, SamplingBody):
     store: bool | None = Field(None, description="Ignored: responses are not stored.")
     service_tier: str | None = Field(None, description="Ignored.")
     user: str | None = Field(None, description="Ignored.")
-    max_tool_calls: int | None = Field(None, description="Ignored: it counts built-in tools.")
+    max_tool_calls: int | None = Field(None, description="Ignored: it limits only built-in tools.")
     stream_options: dict[str, Any] | None = Field(None, description="Ignored.")
     client_metadata: dict[str, Any] | None = Field(None, description="Ignored.")
     context_management: Items[dict[str, Any]] | None = Field(
         None, description="Ignored: input is never compacted."
     )
-    # Fields below would need stored prompts or responses.
+    # Fields below are not supported, because this server stores no prompts and no responses.
     prompt: None = Field(None, description="Must be null: prompts are not stored.")
     background: Literal[False] | None = Field(
-        None, description="Only false: responses are not stored."
+        None, description="Must be null or false: responses are not stored."
     )
 
     @property
@@ -195,11 +195,11 @@ class ToolNames:
         return {"name": name, "namespace": namespace}
 
     def matching(self, choice: Mapping[str, Any]) -> list[str]:
-        """Return the names in the chat of the functions that a tool choice selects.
+        """Return the functions that a tool choice selects, by their names in the chat.
 
         Args:
-          choice: an object with the name of a function, with or without its namespace, or with the
-            name of a namespace, which selects all its functions.
+          choice: an object that names a function, with or without its namespace, or an object that
+            names a namespace, which selects all functions of the namespace.
 
         Raises:
           ApiError: no function has this name.
@@ -349,7 +349,8 @@ def _add_to_turn(turn: JsonDict, kind: str, item: JsonDict, place: str) -> None:
     elif kind == "item_reference" and not str(item.get("id")).startswith("rs_"):
         raise ApiError(
             400,
-            f"{place} must be a whole item, as responses are not stored here. Send store: false.",
+            f"{place} must be a complete item, because this server stores no items to refer to. "
+            "Send store: false, so that clients send complete items.",
             param=place,
         )
     if not added:
@@ -464,7 +465,7 @@ def _tool_choice(choice: str | Mapping[str, Any] | None, names: ToolNames) -> An
     """Convert `tool_choice` to the form that a chat completion body has.
 
     Raises:
-      ApiError: the type of the choice is unknown, or the tools have no function with its name.
+      ApiError: the type of the choice is unknown, or the choice names no function of the tools.
     """
     if choice in (None, "none", "auto", "required"):
         return choice

@@ -25,8 +25,8 @@ _ERROR_TYPES = {
 }
 # Matches paths of Anthropic's API. They may have a prefix, if the application is mounted.
 _ANTHROPIC = re.compile(r"/v1/messages(/|$)")
-# Additional `details` of errors in Anthropic's API, by the invalid field. If a request with
-# `thread` fails with these details, clients repeat it with the whole conversation instead.
+# Additional `details` of errors in Anthropic's API, by the invalid field. Clients that receive the
+# details of `thread` repeat the request without `thread`, with the whole conversation.
 _ANTHROPIC_DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
 # Types of errors in Anthropic's API, by HTTP status.
 _ANTHROPIC_ERRORS = {

@@ -22,7 +22,7 @@ from paged_jax.sampling.params import NUMBERS, Number
 
 T = TypeVar("T")
 
-# The type of lists in bodies. Validation stops at the first error, because to collect a million
+# The type of lists in bodies. Validation stops at the first error, because collecting a million
 # errors would block the server for seconds.
 Items = Annotated[list[T], Field(fail_fast=True)]
 
@@ -132,8 +132,8 @@ class LenientBody(Body):
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
 
-    # Accept all unknown fields, because clients send back objects of responses with additional
-    # fields. Unknown fields of messages and functions are passed to the chat template. Unknown
+    # Accept all unknown fields, because clients send back objects of responses and may add fields
+    # to them. Unknown fields of messages and functions are passed to the chat template. Unknown
     # fields of other objects are dropped.
     ignores = staticmethod(lambda name, value: True)
 
@@ -156,15 +156,17 @@ def _optional(number: Number) -> Any:
 
 
 class StreamOptions(Body):
-    """Options of a stream: whether its last event, or each event, has token counts."""
+    """Options of a stream: whether the last event or every event includes token counts."""
 
     include_usage: bool | None = Field(
-        None, description="Whether the last event of a stream has the usage of the request."
+        None, description="Whether the last event has the token counts of the request."
     )
     continuous_usage_stats: bool | None = Field(
-        None, description="With include_usage: whether each event has the usage of its sample."
+        None,
+        description="Whether each event has the token counts of its sample. Requires "
+        "include_usage.",
     )
-    include_obfuscation: Literal[False] | None = Field(None, description="Accepted if it is false.")
+    include_obfuscation: Literal[False] | None = Field(None, description="Must be false or null.")
 
 
 class TemplateFields(Body):
@@ -206,7 +208,7 @@ class StructuredOutputs(Body):
     regex: str | None = Field(None, description="A regular expression for the whole text.")
     choice: Items[str] | None = Field(None, description="The allowed texts.")
     grammar: str | None = Field(None, description="A grammar of llguidance, a variant of Lark.")
-    json_object: bool | None = Field(None, description="Whether the text is any JSON object.")
+    json_object: bool | None = Field(None, description="Whether the text must be a JSON object.")
 
 
 class SamplingBody(_SamplingNumbers):

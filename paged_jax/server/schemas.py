@@ -112,7 +112,8 @@ class Candidate(TypedDict):
     decoded_token: str
 
 
-# For each position of a prompt, a dict from token ids to log-probabilities; None at the first.
+# For each position of a prompt, a dict from token ids to log-probabilities. The first position has
+# None.
 PromptLogprobs = list[dict[int, Candidate] | None]
 
 
@@ -141,7 +142,7 @@ class TopLogprob(TypedDict):
 
 
 class TokenLogprob(TopLogprob):
-    """A generated token and its log-probability, with the most probable tokens there."""
+    """A generated token with its log-probability, and the most probable tokens at its position."""
 
     top_logprobs: list[TopLogprob]
 

@@ -276,7 +276,7 @@ class Service:
         if num_samples > self._max_samples:
             raise ApiError(
                 400,
-                f"prompts times n must be at most {self._max_samples} (max_queue plus "
+                f"The number of prompts times n must be at most {self._max_samples} (max_queue + "
                 f"max_num_seqs), got {num_samples}.",
                 code="max_queue_exceeded",
             )
@@ -370,10 +370,9 @@ class ClientGone(Exception):
 class CancelOnDisconnect:
     """Async context manager that cancels its body if the client disconnects.
 
-    `end` cancels it for other reasons, such as a shutdown. It works like `asyncio.timeout`: it
+    `end` cancels the body for other reasons, such as a shutdown. Like `asyncio.timeout`, this class
     cancels the task that entered it, and raises the reason as an exception at the end of the body.
-    So the body runs in the same task. With a task of its own, each event of a stream would be
-    delayed.
+    The body does not run in a separate task, which would delay each event of a stream.
 
     Args:
       receive: the ASGI `receive` function of the request, after the body was read.

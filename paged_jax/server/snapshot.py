@@ -24,9 +24,9 @@ from paged_jax.scheduler.outputs import EngineStats, WaitReason
 _INTERVAL, _HISTORY_SECONDS = 0.5, 120.0
 # Maximum number of cache events that are kept until cache pages have read them.
 _MAX_EVENTS = 1000
-# A snapshot of the cache is taken after every step if it takes fewer seconds than this. Snapshots
-# of a large cache take longer. They are taken less often, so that they use at most a fifth of the
-# time. Events are then missed if the cache returns to its earlier state between two snapshots.
+# A snapshot of the cache is taken after every step if one snapshot takes fewer seconds than this.
+# Snapshots of a large cache take longer. They are taken less often, so that they use at most a
+# fifth of the time. Changes that are undone between two snapshots are then missed.
 _QUICK = 0.01
 # A cache page is assumed to be closed if it has sent no request for this many seconds.
 _OPEN_SECONDS = 3.0
@@ -94,8 +94,8 @@ class StallDetector:
         self._stall_seconds = stall_seconds
         self._is_excused = is_excused
         self._has_unfinished = snapshot.has_unfinished
-        # Number of requests without an output so far. They count as work, because an engine that
-        # hangs does not add new requests.
+        # Number of submitted requests that have no output yet. They count as work of the engine:
+        # an engine that hangs does not add them, so `_has_unfinished` does not show them.
         self._num_arriving = 0
         # The last time at which a step finished or the engine was idle.
         self._last_progress = snapshot.time
@@ -107,9 +107,9 @@ class StallDetector:
 
     @contextlib.contextmanager
     def arrival(self) -> Iterator[None]:
-        """Count a request as work of the engine during the ``with`` statement.
+        """Treat the engine as having work during the ``with`` statement.
 
-        Use it from the submission of a request until its first output.
+        The statement must enclose the time from the submission of a request to its first output.
         """
         if not self._has_work:
             self._last_progress = time.perf_counter()

@@ -276,7 +276,9 @@ def test_unknown_tool_format_is_rejected() -> None:
     """A guessed format would force text that the model does not use for calls."""
     source = HERMES_TEMPLATE.replace("{{ call.function.arguments | tojson }}", "?")
     tools = ChatBody.model_validate({"messages": MESSAGES, "tools": TOOLS}).tools
-    with pytest.raises(ApiError, match="as the model's tool format is not supported.$") as error:
+    with pytest.raises(
+        ApiError, match="because the model's tool format is not supported.$"
+    ) as error:
         template_tools(tools, tokenizer_of(source))
     assert error.value.status == 400 and error.value.param == "tools"
     # Earlier calls are shown to the model in any format.
@@ -285,7 +287,7 @@ def test_unknown_tool_format_is_rejected() -> None:
     messages = ChatBody.model_validate({"messages": [*MESSAGES, told]}).messages
     check_calls(messages, tokenizer_of(HERMES_TEMPLATE.replace('"arguments"', '"args"')))
     without = "{{ tools }}{{ messages[0].content }}"
-    with pytest.raises(ApiError, match="^messages.1.tool_calls must .* leaves calls out.$"):
+    with pytest.raises(ApiError, match="^messages.1.tool_calls must .* omits tool calls.$"):
         check_calls(messages, tokenizer_of(without))
 
 

@@ -185,7 +185,7 @@ def test_openai_client_raises_its_errors(client) -> None:
     ("body", "message"),
     [
         ({"prompt": ""}, "prompt"),
-        ({"prompt": 5}, "prompt must be a text, a list of texts, token ids, or a list of token"),
+        ({"prompt": 5}, "prompt must be a text, a list of texts, a list of token ids, or a list"),
         ({"prompt": ["a", 5]}, "prompt must be a text"),
         ({"prompt": []}, "prompt must .* none of them empty"),
         ({"prompt": [3, -1]}, "prompt"),
