@@ -26,8 +26,8 @@ Examples:
   paged-jax plan --model ./llama-3-8b --device h100
 """
 _COMPLETION = "--print-completion"
-# `shtab` completes names of files or folders for options with these metavars, which stand for the
-# values of the options in the help.
+# Maps metavars to `shtab`'s names of completions. A metavar is the word for the value of an option,
+# such as FILE in "--prompts-file FILE".
 _PATHS = {"FILE": "FILE", "PATH": "FILE", "MODEL": "FILE", "DIR": "DIRECTORY"}
 
 
@@ -71,7 +71,9 @@ def _print_completion(shell: str = "") -> int:
         return _fail(f"{_COMPLETION} must be one of {names}, got {shell or 'nothing'}")
     parser = argparse.ArgumentParser(prog="paged-jax")
     parser.add_argument("--version", action="store_true", help="show the version")
-    parser.add_argument(_COMPLETION, choices=shtab.SUPPORTED_SHELLS, help="print this completion")
+    parser.add_argument(
+        _COMPLETION, choices=shtab.SUPPORTED_SHELLS, help="print the completion script of a shell"
+    )
     commands = parser.add_subparsers()
     for name, text in COMMANDS.items():
         try:

@@ -94,8 +94,8 @@ def check_positive(function: str, **sizes: object) -> None:
             raise ArgumentError(function, rule, name)
 
 
-# Each line starts with a name of this library. The other words are names of other libraries for the
-# same thing. `_SAMPLING` lists the fields of `SamplingParams`, `_OTHERS` lists other arguments.
+# The first word of each line is the name of an argument in this library. The other words are its
+# names in other libraries. `_SAMPLING` lists fields of `SamplingParams`, `_OTHERS` other arguments.
 _SAMPLING = """
 max_tokens max_new_tokens max_length max_completion_tokens max_output_tokens max_gen_toks
 max_tokens max_gen_len
@@ -223,19 +223,23 @@ _ADVICE = {
         "Merge the adapter into the weights first; adapters are not supported."
     ),
     "device device_map n_gpu_layers num_gpu_layers main_gpu gpu_layers ngl cuda_device": (
-        "The engine runs on JAX's default device; the environment variable JAX_PLATFORMS=cpu, "
-        "cuda or tpu chooses another."
+        "The engine runs on JAX's default device. Set the environment variable JAX_PLATFORMS to "
+        "cpu, cuda or tpu to use another."
     ),
     "pipeline_parallel_size data_parallel_size": (
-        "One engine divides a model with tensor_parallel_size; docs/replicas.md runs several."
+        "Use tensor_parallel_size to divide a model, or several engines (see docs/replicas.md)."
     ),
     "distributed_executor_backend": "See docs/several-devices.md.",
     "enable_chunked_prefill": "Leave it out: prompts are always read in chunks of max_chunk.",
-    "disable_log_stats disable_log_requests": "Leave it out: stats count requests, no log is kept.",
+    "disable_log_stats disable_log_requests": (
+        "The engine writes no log. For the log of the server, use --log-level."
+    ),
     "download_dir cache_dir": "Set the environment variable HF_HOME.",
-    "load_format hf_overrides": "The files and their config.json decide.",
-    "tokenizer_mode skip_tokenizer_init": "Leave it out; prompt_token_ids need no tokenizer.",
-    "cpu_offload_gb": "Weights stay on the device; dtype int8 or int4 makes them smaller.",
+    "load_format hf_overrides": "Leave it out: the files and their config.json determine it.",
+    "tokenizer_mode skip_tokenizer_init": "Leave it out: a prompt of token ids needs no tokenizer.",
+    "cpu_offload_gb": (
+        "Weights cannot be offloaded to the CPU. The dtypes int8 and int4 make them smaller."
+    ),
     "limit_mm_per_prompt images image multi_modal_data mm_processor_kwargs": (
         "Images and audio are not supported."
     ),
@@ -255,7 +259,8 @@ _ADVICE = {
     "start_profile stop_profile": "Use jax.profiler.trace, see docs/engine.md.",
     "llm_engine": "An LLM is itself an engine, with the methods add_request, step and abort.",
     "mask attention_mask attn_mask is_causal causal": (
-        "Attention is always causal; lengths and sliding_window say which tokens a query sees."
+        "Attention is always causal. The lengths and sliding_window determine which tokens a query "
+        "attends to."
     ),
 }
 _ADVICE_BY_NAME = {name: text for names, text in _ADVICE.items() for name in names.split()}

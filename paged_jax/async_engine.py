@@ -220,7 +220,8 @@ class AsyncEngine:
     def _advance(self) -> list[Request]:
         """Run a step of the engine. Return the requests that got new tokens or ended.
 
-        A step that fails is repeated, up to `_MAX_ATTEMPTS` attempts: it has lost no request.
+        A step that fails is repeated, up to `_MAX_ATTEMPTS` attempts in all. This is safe, because
+        a step that fails loses no request.
         """
         for _ in range(_MAX_ATTEMPTS - 1):
             with contextlib.suppress(Exception):

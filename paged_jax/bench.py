@@ -157,8 +157,8 @@ def _add_requests(requests: argparse._ArgumentGroup) -> None:
         type=float,
         default=float("inf"),
         metavar="X",
-        help="mean number of requests per second, which are sent at random times; default: send "
-        "all requests immediately",
+        help="mean number of requests per second; the requests are sent at random times; default: "
+        "send all requests immediately",
     )
     requests.add_argument(
         "--max-concurrency",
@@ -244,9 +244,9 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
-    """Return ``--num-prompts`` prompts: from ``--dataset``, or of random words.
+    """Return ``--num-prompts`` prompts from ``--dataset``, or prompts of random words.
 
-    The prompts of the dataset are repeated in order if there are too few.
+    If the dataset has too few prompts, they are repeated in order.
     """
     if args.dataset is not None:
         prompts = read_prompts("--dataset", args.dataset)

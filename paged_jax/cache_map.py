@@ -143,7 +143,7 @@ class BlockText:
     Attributes:
       request_id, sample: id of the request and index of the sample. Both are None if the block is
         cached but no sample uses it.
-      start: position in the sample of the block's first token; None if no sample uses the block.
+      start: position of the block's first token in the sample; None if no sample uses the block.
       token_ids: tokens in the block. There are fewer than block_size tokens if the block is not
         full, or if the host has not read all of its tokens from the device.
       text: text of the tokens, including special tokens; ``""`` without a tokenizer.
@@ -254,7 +254,7 @@ def block_text(engine: "Engine", block_id: int) -> list[BlockText]:
     """
     if not 0 <= block_id < engine.num_blocks:
         raise ValueError(
-            f"block_text: block_id must be 0..{engine.num_blocks - 1}, got {block_id}."
+            f"block_text: block_id must be in 0..{engine.num_blocks - 1}, got {block_id}."
         )
     tables = engine.cache.tables
     rows, all_cached, all_token_ids = jax.device_get(
@@ -432,7 +432,7 @@ class _Comparison:
         if not offset:
             return []
         found = [self._blocks_at(writer, column) for writer in writers]
-        if not all(found):  # a sample has already freed its block of this column
+        if not all(found):  # a sample has already freed this block
             return []
         blocks = [block for [block] in found]
         shared: list[int] = []
@@ -489,6 +489,6 @@ def _name(sample: _Sample) -> str:
 
 
 def _insert_count(block_ids: list[int], text: str) -> str:
-    """Return `text` with ``{}`` replaced by "1 block", "2 blocks" etc.; "" for no blocks."""
+    """Return `text` with ``{}`` replaced by "1 block", "2 blocks" etc.; "" if there are none."""
     count = len(block_ids)
     return text.format(f"{count} block{'s' * (count > 1)}") if count else ""

@@ -212,14 +212,17 @@ def one_line(error: BaseException) -> str:
 
 
 def read_prompts(flag: str, file: str) -> list[Any]:
-    """Return the prompts of a file: a text for each line, or an object for each line of JSON.
+    """Return the prompts of a file, one for each line. Blank lines are skipped.
+
+    A prompt is the text of the line, or a dict if the file is a .jsonl or .ndjson file.
 
     Args:
       flag: name of the flag, for error messages.
-      file: a text, or a .jsonl or .ndjson file. Blank lines count as no prompt.
+      file: path of the file.
 
     Raises:
-      ValueError: the file cannot be read, has no prompts, or a line is no JSON object.
+      ValueError: the file cannot be read, has no prompts, or has a line that is not a JSON object
+        although the file is a .jsonl or .ndjson file.
     """
     path = Path(file)
     kind = path.suffix.lower()
@@ -368,7 +371,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         ``--num-blocks`` or ``--memory-fraction``.
     """
     if args.model == "":
-        raise ValueError("--model must not be empty. Leave it out for the bundled model.")
+        raise ValueError("--model must not be empty. Omit it to use the bundled model.")
     if not args.no_compilation_cache:
         keep_compiled_programs()
     options = given_options(args, option_specs())

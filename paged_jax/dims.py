@@ -89,7 +89,8 @@ def bind(function: str, **arrays: tuple[Any, str]) -> dict[str, int]:
             if sizes.setdefault(letter, size) != size:
                 raise ValueError(
                     f"{function}: {name} must have {letter} ({DIMS[letter]}) = {sizes[letter]} "
-                    f"like {owner[letter]}, got shape {list(shape)} for [{', '.join(letters)}]."
+                    f"like {owner[letter]}, got shape {list(shape)} for dimensions "
+                    f"[{', '.join(letters)}]."
                 )
             owner.setdefault(letter, name)
     return sizes

@@ -99,8 +99,8 @@ class _Watch:
     def _watch(self) -> None:
         while not self._is_ending.wait(self._timeout / 10):
             try:
-                # `get_live_nodes` waits until each process either has called it too, or counts as
-                # dead because its heartbeats have stopped.
+                # `get_live_nodes` returns when every other process has either called it too or
+                # stopped sending heartbeats, which means that it is dead.
                 alive = self._client.get_live_nodes(self._all)
             except jax.errors.JaxRuntimeError:
                 alive = {jax.process_index(): 0}  # the coordinator does not answer
@@ -144,12 +144,12 @@ class _Watch:
 
 
 def _start_reporter() -> subprocess.Popen[bytes]:
-    """Start a shell that prints one line to stderr if this process dies.
+    """Start a shell that prints an error message to stderr if this process dies.
 
     The shell is needed because JAX ends this process from C++ if process 0 dies, and Python then
-    cannot print anything. `_stop_reporter` ends the shell without a line. File descriptor 2 is
-    redirected to /dev/null to hide the stack trace of C++. `sys.stderr` still writes to the
-    original file.
+    cannot print anything. `_stop_reporter` ends the shell before it prints. File descriptor 2 is
+    redirected to /dev/null, to hide the stack trace that C++ prints. `sys.stderr` still writes to
+    the original file.
     """
     stderr = os.dup(2)
     line = (

@@ -86,9 +86,9 @@ def make_parser() -> Parser:
     output.add_argument(
         "--show-blocks",
         action="store_true",
-        help="print the block tables at the start, in the step with the most used blocks, and at "
-        "the end, and list the cache events; with --n and a prompt longer than a block, samples "
-        "share blocks until they write into them",
+        help="print the block tables at the start, when samples first share blocks, in the step "
+        "with the most used blocks, and at the end, and list the cache events; samples share "
+        "blocks with --n and a prompt longer than a block",
     )
     output.add_argument(
         "--profile",
@@ -232,7 +232,7 @@ def _as_chat(llm: LLM, prompt: Prompt) -> Prompt:
     text = others.pop("prompt", None)
     if not isinstance(text, str) or "prompt_token_ids" in others:
         raise ValueError(
-            "--chat must be given with prompts that are text, got a prompt without text or with "
+            "--chat must be used only with text prompts, got a prompt without text or with "
             "prompt_token_ids."
         )
     chat: Any = llm.chat_prompt([{"role": "user", "content": text}])
@@ -366,7 +366,7 @@ class _BlockPictures:
             self._max_used, self._fullest = now.num_used, self._draw("at its fullest")
 
     def finish(self) -> None:
-        """Print the kept drawings, the list of events, and a drawing of the final state."""
+        """Print the stored drawings, the list of events, and a drawing of the final state."""
         self.update()
         num_left = len(self._events) - _MAX_EVENTS
         rest = [f"and {num_left} more"] if num_left > 0 else []

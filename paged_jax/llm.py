@@ -428,8 +428,8 @@ class Stream:
 def _check_count(function: str, name: str, values: Sequence[Any], count: int) -> None:
     if len(values) != count:
         raise ValueError(
-            f"{function}: {name} must be one value or one for each of the {count} prompts, got "
-            f"{len(values)}."
+            f"{function}: {name} must be one value or a list with one value per prompt "
+            f"({count}), got {len(values)} values."
         )
 
 

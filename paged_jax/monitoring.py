@@ -130,7 +130,7 @@ class Status:
         self._width = 0
 
     def mute(self) -> None:
-        """Make `say` do nothing until `unmute`, while other text is on the terminal's line."""
+        """Make `say` do nothing until `unmute`, because the cursor's line has other text."""
         self._is_muted = True
 
     def unmute(self) -> None:
@@ -140,7 +140,8 @@ class Status:
     def leave_line(self) -> None:
         """Move the cursor to an empty line, so that an error message can be written.
 
-        This erases the bar or the status line. After `mute`, it ends the line of other text.
+        This erases the bar or the status line. After `mute`, the line has other text, and the
+        cursor moves to the next line.
         """
         self.clear()
         if self._is_muted and self._stream.isatty():

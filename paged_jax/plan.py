@@ -107,7 +107,7 @@ def make_parser() -> Parser:
         help="show how many sequences of these lengths (in tokens) fit; default: several lengths "
         "up to --max-model-len",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print the plan as a JSON object")
     return parser
 
 
@@ -287,10 +287,9 @@ def as_text(plan: MemoryPlan, lengths: list[int], device: DeviceSpec | None = No
 
 
 def _rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
-    """Return rows of name, number of bytes, and explanation.
+    """Return a row (name, number of bytes, explanation) for each use of memory.
 
-    There is a row for each use of memory and, with several devices, a row for the bytes that a
-    device sends per decode step.
+    With several devices, there is also a row for the bytes that a device sends per decode step.
     """
     footprint, sizes, num_devices = plan.footprint, plan.sizes, plan.num_devices
     program = max(footprint.steps, key=lambda name: footprint.steps[name])
@@ -300,7 +299,7 @@ def _rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
         ("weights", footprint.weights, parameters),
         ("state", footprint.state, f"{sizes.num_slots} slots of {sizes.max_model_len:,} tokens"),
         *_state_rows(plan),
-        ("step", footprint.step, f"at most; {program} needs most"),
+        ("step", footprint.step, f"at most, for {program}, the largest program"),
         *_block_rows(plan),
     ]
     if num_devices == 1:
@@ -334,7 +333,8 @@ def _state_rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
 def _block_rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
     """Return a row for the pool of each group of layers, and a row for a single block.
 
-    If some layers keep fewer tokens, there is also a row for a sequence of the maximum length.
+    If some layers do not keep K and V of all tokens, there is also a row for a sequence of the
+    maximum length.
     """
     footprint, block_size, kv_dtype = plan.footprint, plan.sizes.block_size, plan.kv_dtype
     rows = []
@@ -358,12 +358,12 @@ def _block_rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
 
 
 def _layers(plan: MemoryPlan, group: GroupFootprint) -> str:
-    """Return text with the number of layers of a group and the number of tokens they keep."""
+    """Describe a group: its number of layers, and its window and blocks per sequence, if any."""
     layers = f"{group.num_layers} of {plan.config.num_hidden_layers} layers"
     if group.window is None:
         return f"{layers} that keep all tokens"
     most = group.max_blocks_per_slot
-    return f"{layers} with a window of {group.window:,}, at most {most} a sequence"
+    return f"{layers} with a window of {group.window:,}, at most {most} blocks per sequence"
 
 
 def _table(plan: MemoryPlan, lengths: list[int], device: DeviceSpec | None) -> Iterator[str]:

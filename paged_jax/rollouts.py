@@ -297,8 +297,9 @@ def _check_fits(model: PagedModel, T: int, max_tokens: int) -> None:
     most = model.config.max_position_embeddings
     if T + max_tokens > most:
         raise ValueError(
-            f"rollout: T + max_tokens must be at most max_position_embeddings = {most} "
-            f"of the model, got {T} + {max_tokens}. Pass fewer max_tokens."
+            f"rollout: the number of columns of prompt_token_ids + max_tokens must be at most "
+            f"max_position_embeddings = {most} of the model, got {T} + {max_tokens}. Reduce "
+            "max_tokens."
         )
 
 
@@ -342,8 +343,9 @@ def check_prompts(
     arrays = {name: as_array(function, name, x) for name, x in given.items()}
     if arrays["num_tokens"].ndim == 2:
         raise ValueError(
-            f"{function}: num_tokens must have shape [B], got {list(arrays['num_tokens'].shape)}. "
-            "If this is a mask, pass mask.sum(axis=1), and pad each prompt at its end."
+            f"{function}: num_tokens must have one dimension, the number of prompts, got shape "
+            f"{list(arrays['num_tokens'].shape)}. If this is a mask, pass mask.sum(axis=1), and "
+            "pad each prompt at its end."
         )
     letters = {"prompt_token_ids": "BT", "num_tokens": "B"}
     sizes = bind(function, **{name: (arrays[name], each) for name, each in letters.items()})
@@ -361,17 +363,18 @@ def check_prompts(
         wrong = [count for count in counts if not 1 <= count <= T]
         if wrong:
             raise ValueError(
-                f"{function}: num_tokens must be in 1..{T}, the width of prompt_token_ids, got "
-                f"{wrong[0]}."
+                f"{function}: num_tokens must be in 1..{T}, the number of columns of "
+                f"prompt_token_ids, got {wrong[0]}."
             )
     check_token_ids(function, vocab_size, *given.values(), name="prompt_token_ids")
 
 
 def _stop_ids(model: PagedModel, stop_token_ids: Sequence[int] | None) -> jax.Array:
-    """Return the ids of the tokens that end a row, i32[1, X]."""
+    """Return the ids of the tokens that end a row, as an i32 array with one row."""
     if stop_token_ids is None:
         stop_token_ids = model.config.eos_token_ids
-    # Ids above the model's vocabulary are allowed, because a tokenizer may have more tokens.
+    # Ids above the model's vocabulary are allowed, because a tokenizer may have more tokens than
+    # the model.
     for token_id in stop_token_ids:
         if not is_int(token_id) or not 0 <= token_id < 2**31:
             rule = f"must hold token ids >= 0 and < 2**31, got {token_id!r}. Pass () for none."
@@ -399,13 +402,13 @@ def _sampling(
 ) -> SlotSampling:
     """Return the sampling state of all rows.
 
-    In an engine, `write_rows` makes an equal state from `SamplingParams`. Here, values may be
-    traced.
+    In an engine, `write_rows` makes an equal state from `SamplingParams`. In this function, values
+    may be traced.
 
     Args:
       num_rows: number of rows. Each row has its own slot.
-      vocab_size: V.
-      rows: arrays with a value for each row, by names of fields of `SlotSampling`. The entry
+      vocab_size: size of the vocabulary.
+      rows: maps names of fields of `SlotSampling` to arrays with a value for each row. The entry
         ``"seed"`` has the random keys.
       token_bias: biases of tokens in all rows.
     """
@@ -441,7 +444,8 @@ def _per_row(name: str, value: jax.Array, B: int, num_samples: int) -> jax.Array
     """
     if value.shape not in ((), (B,)):
         raise ValueError(
-            f"rollout: {name} must be one value or have shape [{B}], got shape {list(value.shape)}."
+            f"rollout: {name} must be one value or have shape [{B}], one value per prompt, got "
+            f"shape {list(value.shape)}."
         )
     return jnp.repeat(jnp.broadcast_to(value, (B,)), num_samples)
 
@@ -466,8 +470,8 @@ def _keys(seed: ArrayLike) -> jax.Array:
     if seed.dtype == np.uint32 and seed.ndim and seed.shape[-1] in _WORDS_OF_RAW_KEYS:
         raise ValueError(
             f"rollout: seed must not be a raw key of jax.random.PRNGKey, got uint32 "
-            f"{list(seed.shape)}. Pass jax.random.key(number) or jax.random.wrap_key_data(seed), "
-            "or int32 numbers as one seed for each prompt."
+            f"{list(seed.shape)}. Pass jax.random.key(number) or jax.random.wrap_key_data(seed). "
+            "If the array has an integer seed for each prompt, convert it to int32."
         )
     # Cast to uint32 first: `jnp.asarray` would convert NumPy's 64-bit integers to int32.
     low = jnp.asarray(seed.astype(np.uint32))
@@ -482,7 +486,7 @@ def _checked_seeds(seed: ArrayLike) -> np.ndarray:
         wrong = [number for number in seeds.ravel().tolist() if not 0 <= number < 2**32]
         if wrong:
             raise ValueError(
-                f"rollout: seed must be in [0, 2**32), got {wrong[0]}. Pass the number of the "
-                "training step."
+                f"rollout: seed must be in [0, 2**32), got {wrong[0]}. Pass, for example, the "
+                "number of the training step."
             )
     return seeds

@@ -223,7 +223,7 @@ def _add_access_arguments(server: argparse._ArgumentGroup) -> None:
         "--admin-key",
         metavar="KEY",
         help="key for the cache page and for the routes that change the engine; without it, these "
-        "routes are disabled, and if there are API keys, the page is too",
+        "routes are disabled; the page is disabled too if there are API keys",
     )
     server.add_argument(
         "--allowed-host",
@@ -274,7 +274,7 @@ def _add_client_arguments(server: argparse._ArgumentGroup) -> None:
         "--reasoning-format",
         default="auto",
         choices=("auto", "none", *REASONING_FORMATS),
-        help="format of the reasoning in the generated text, so that answers of chats have it in a "
+        help="format in which the model writes its reasoning, which answers of chats have in a "
         "separate field; auto detects the format from the chat template, none leaves the reasoning "
         "in the content; default: auto",
     )
@@ -343,9 +343,9 @@ def _check(args: argparse.Namespace) -> None:
     if not all(given):
         raise ValueError("--api-key and --admin-key must not be empty.")
     if not all(key == key.strip() and key.isprintable() for key in given):
-        # Clients cannot send other keys in an HTTP header.
+        # Clients cannot send such keys in an HTTP header.
         raise ValueError(
-            "--api-key and --admin-key must be printable and have no blanks at their ends."
+            "--api-key and --admin-key must be printable, without spaces at the start or the end."
         )
     if admin_key in keys:
         raise ValueError("--admin-key must differ from each --api-key.")
@@ -358,7 +358,8 @@ def _check(args: argparse.Namespace) -> None:
         check_profile_folder(args.profile)
     if args.served_model_name == "":
         raise ValueError(
-            "--served-model-name must not be empty. Leave it out for the folder's name."
+            "--served-model-name must not be empty. Omit it to use the name of the model's folder "
+            "or file."
         )
     path = args.root_path
     if path and not (path.startswith("/") and path.isascii() and not path.endswith("/")):
@@ -374,7 +375,7 @@ def _check(args: argparse.Namespace) -> None:
         seconds = getattr(args, name)
         if not 0 <= seconds < math.inf:
             option = name.replace("_", "-")
-            raise ValueError(f"--{option} must be finite seconds >= 0, got {seconds}.")
+            raise ValueError(f"--{option} must be a finite number of seconds >= 0, got {seconds}.")
 
 
 def _check_host_name(name: str) -> None:
@@ -443,8 +444,8 @@ def _unix_listener(path: str) -> socket.socket:
 def _name_of(model: str | None) -> str:
     """Return the default of --served-model-name for a value of --model.
 
-    This is a Hub name unchanged, the name of a folder, the name of a GGUF file without its suffix,
-    or "bundled" for None.
+    A Hub name is returned unchanged. For a folder, this is its name, for a GGUF file its name
+    without the suffix, and for None "bundled".
     """
     if model is None:
         return "bundled"

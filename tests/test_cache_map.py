@@ -166,7 +166,7 @@ def test_block_text_of_a_free_block_is_empty(model) -> None:
     engine = Engine(model, **OPTIONS)
     assert block_text(engine, 3) == []
     for block_id in (-1, OPTIONS["num_blocks"]):
-        with pytest.raises(ValueError, match=rf"block_id must be 0..19, got {block_id}"):
+        with pytest.raises(ValueError, match=rf"block_id must be in 0..19, got {block_id}"):
             block_text(engine, block_id)
 
 

@@ -383,7 +383,7 @@ def test_prompts_file_with_suffix_json_is_an_error(run, tmp_path) -> None:
     [
         ({"max_tokens": 5}, "only the keys prompt, .*got max_tokens"),
         ({"cache_salt": 5}, "cache_salt must be a text, got 5"),
-        ({"prompt_token_ids": [5]}, "--chat must be given with prompts that are text"),
+        ({"prompt_token_ids": [5]}, "--chat must be used only with text prompts"),
     ],
 )
 def test_chat_reads_all_fields_of_a_prompts_file(run, tmp_path, fields, message) -> None:

@@ -208,7 +208,7 @@ def test_plan_describes_groups() -> None:
     plan = make_plan(GEMMA, 141 * 10**9, "gpu", max_model_len=32768)
     text = as_text(plan, [32768])
     assert "in 10 of 62 layers that keep all tokens" in text
-    assert "in 52 of 62 layers with a window of 1,024, at most 97 a sequence" in text
+    assert "in 52 of 62 layers with a window of 1,024, at most 97 blocks per sequence" in text
     assert "of 32,768 tokens, 0.201 of the bytes if all layers kept all tokens" in text
     numbers = json.loads(json.dumps(as_dict(plan, [32768])))
     assert [g["most_blocks_of_a_sequence"] for g in numbers["groups"]] == [2048, 97]

@@ -189,7 +189,7 @@ def test_rollout_runs_in_a_scan_of_training_steps(model) -> None:
     [
         ({"num_tokens": NUM_TOKENS[:2]}, "num_tokens must have B .* = 3"),
         ({"num_tokens": PROMPTS > 0}, "If this is a mask, pass mask.sum"),
-        ({"num_tokens": NUM_TOKENS + 3}, r"num_tokens must be in 1\.\.5, the width of prompt_tok"),
+        ({"num_tokens": NUM_TOKENS + 3}, r"num_tokens must be in 1\.\.5, the number of columns"),
         ({"num_tokens": NUM_TOKENS * 0}, r"num_tokens must be in 1\.\.5, .* got 0"),
         (
             {"prompt_token_ids": PROMPTS + 999},
@@ -423,7 +423,7 @@ def live_bytes() -> int:
         ),
         (
             {"sampling_params": [SamplingParams()]},
-            "one value or one for each of the 3 prompts, got 1",
+            r"one value or a list with one value per prompt \(3\), got 1",
         ),
         (
             {"sampling_params": [SamplingParams(n=n) for n in (1, 2, 1)]},
