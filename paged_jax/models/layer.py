@@ -27,7 +27,12 @@ from paged_jax.models.layer_attention import (
     values_of_heads,
 )
 from paged_jax.models.layer_groups import NOTHING
-from paged_jax.models.matrices import LayerParameters, MatrixFormats, add_matrix
+from paged_jax.models.matrices import (
+    LayerParameters,
+    MatrixFormats,
+    add_matrix,
+    random_matrix,
+)
 from paged_jax.models.mixers import initial_vector, mix
 from paged_jax.models.mlp import ACTIVATIONS, gated_mlp, project_out, routed_experts
 from paged_jax.models.residual import (
@@ -117,8 +122,8 @@ class Layer(nnx.Module):
         residual_deviation = deviation / (2 * config.num_hidden_layers) ** 0.5
 
         def add(name: str, *shape: int) -> None:
-            normal = nnx.initializers.normal(residual_deviation if name in _OUTPUTS else deviation)
-            add_matrix(self, name, normal(rngs.params(), shape, dtype), formats[name])
+            own = residual_deviation if name in _OUTPUTS else deviation
+            add_matrix(self, name, random_matrix(rngs, shape, dtype, own), formats[name])
 
         def add_norm(name: str, *shape: int) -> None:
             setattr(self, name, nnx.Param(initial_norm_weight(config, shape, dtype)))

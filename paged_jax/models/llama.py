@@ -28,6 +28,7 @@ from paged_jax.models.matrices import (
     get_matrix,
     look_up,
     look_up_differentiably,
+    random_matrix,
     separate_matrices,
 )
 from paged_jax.models.paged_model import PagedModel
@@ -102,13 +103,13 @@ class Llama(PagedModel):
         if formats is None:
             config_of_floats = dataclasses.replace(config, dtype=floats.name)
             formats = MatrixFormats.of_dtype(dtype, config_of_floats)
-        normal = nnx.initializers.normal(config.initializer_range)
+        normal = functools.partial(random_matrix, deviation=config.initializer_range)
         self.config = config
         self.formats = formats
         self.scan_layers = scan_layers
         self.shard = shard
         table = config.vocab_size, config.hidden_size
-        initial = normal(rngs.params(), table, floats)
+        initial = normal(rngs, table, floats)
         add_matrix(self, "embed_tokens", initial, formats["embed_tokens"])
         layer = functools.partial(Layer, dtype=floats, shard=shard)
         if scan_layers:
@@ -128,7 +129,7 @@ class Llama(PagedModel):
         self._add_streams(normal, floats, rngs)
         self.norm = nnx.Param(initial_norm_weight(config, (config.hidden_size,), floats))
         if not config.tie_word_embeddings:
-            initial = normal(rngs.params(), table, floats)
+            initial = normal(rngs, table, floats)
             add_matrix(self, "lm_head", initial, formats["lm_head"])
 
     def _add_streams(self, normal: Any, floats: np.dtype, rngs: nnx.Rngs) -> None:
@@ -141,12 +142,12 @@ class Llama(PagedModel):
                 ("embed_tokens_per_layer", (num_rows, width)),
                 ("per_layer_model_proj", (width, config.hidden_size)),
             ):
-                add_matrix(self, name, normal(rngs.params(), shape, floats), formats[name])
+                add_matrix(self, name, normal(rngs, shape, floats), formats[name])
             self.per_layer_norm = nnx.Param(initial_norm_weight(config, (d,), floats))
         if config.residual_streams is not None:
             others = config.residual_streams.count - 1, config.hidden_size, config.hidden_size
             for name in ("stream_proj", "stream_out_proj"):
-                add_matrix(self, name, normal(rngs.params(), others, floats), formats[name])
+                add_matrix(self, name, normal(rngs, others, floats), formats[name])
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         """Return the logits of whole sequences, computed without a cache.

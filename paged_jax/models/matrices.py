@@ -70,15 +70,23 @@ def is_stacked(name: str) -> bool:
 
 @contextlib.contextmanager
 def only_shapes() -> Iterator[None]:
-    """Return a context in which `add_matrix` creates quantised matrices of zeros.
+    """Return a context in which `random_matrix` and `add_matrix` create matrices of zeros.
 
-    In `jax.eval_shape` of a model, this saves the time to trace the quantisation of all matrices.
+    In `jax.eval_shape` of a model, this saves the time to trace the random numbers and the
+    quantisation of all matrices.
     """
     token = _HAS_ONLY_SHAPES.set(True)
     try:
         yield
     finally:
         _HAS_ONLY_SHAPES.reset(token)
+
+
+def random_matrix(rngs: nnx.Rngs, shape: Any, dtype: DTypeLike, deviation: float) -> jax.Array:
+    """Return initial values from a normal distribution; zeros in an `only_shapes` context."""
+    if _HAS_ONLY_SHAPES.get():
+        return jnp.zeros(shape, dtype)
+    return nnx.initializers.normal(deviation)(rngs.params(), shape, dtype)
 
 
 def add_matrix(module: nnx.Module, name: str, w: jax.Array, format: WeightFormat) -> None:
@@ -277,23 +285,15 @@ DTYPE_FORMATS = {
 
 # Matrices with names that do not end with "_proj". Names with this ending are always matrices.
 _OTHER_MATRICES = (
-    "embed_tokens",
-    "embed_tokens_per_layer",
-    "per_layer_gate",
-    "laurel_left",
-    "laurel_right",
-    "lm_head",
-    "router",
-    "shared_expert_gate",
-)
+    "embed_tokens", "embed_tokens_per_layer", "per_layer_gate", "laurel_left", "laurel_right",
+    "lm_head", "router", "shared_expert_gate",
+)  # fmt: skip
 # Matrices of the per-layer embeddings. They are never quantised: the table is large, but a step
 # reads only few of its rows, and the other matrices are small.
 _PER_LAYER = (
-    "embed_tokens_per_layer",
-    "per_layer_model_proj",
-    "layers.per_layer_gate",
+    "embed_tokens_per_layer", "per_layer_model_proj", "layers.per_layer_gate",
     "layers.per_layer_proj",
-)
+)  # fmt: skip
 # Matrices of residual streams. They are never quantised, because their errors affect all layers.
 _OF_STREAMS = ("stream_proj", "stream_out_proj", "layers.laurel_left", "layers.laurel_right")
 # Matrices of a layer that are not quantised by the option `dtype`, because they are small.
