@@ -405,9 +405,10 @@ class _Comparison:
         return [event(key, old) for key, old in self._old.items() if key not in self._new]
 
     def _describe_origin(self, sample: RunningSample) -> str:
-        """Return words about the origin of a new sample's blocks, for the event's sentence.
+        """Return the part of an event's text that says where the blocks of a new sample come from.
 
-        They are shared by a fork, swapped in from host memory, or found in the prefix cache.
+        The blocks may be shared by a fork, swapped in from host memory, or found in the prefix
+        cache. Returns "" if they are newly allocated.
         """
         old = self._old.get(_key(sample))
         if sample.is_fork:

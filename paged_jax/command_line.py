@@ -182,7 +182,7 @@ class Parser(argparse.ArgumentParser):
         return "" if meant is None else f". Did you mean {names[meant]}?"
 
     def _positional_hint(self, given: str) -> str:
-        """Return a hint for an argument without a flag, such as a model; "" for no hint."""
+        """Return a hint for a value that was given without its flag; "" for no hint."""
         if given == "serve":  # as in `vllm bench serve`
             return ". Leave out serve"
         flags = [each for each in ("--prompt", "--model") if each in self._option_string_actions]
@@ -276,7 +276,8 @@ def add_engine_arguments(
 
     Args:
       parser: the parser of a command that builds an engine.
-      defaults: help text for each default that the command changes, by the name of the option.
+      defaults: maps the name of each option with another default in this command to the help
+        text of that default.
     """
     group = parser.add_argument_group("engine")
     add_option_flags(group, option_specs(), defaults or {})
@@ -320,7 +321,8 @@ def add_option_flags(
     Args:
       group: a parser or one of its argument groups.
       options: the options. Options without a flag are skipped.
-      defaults: help text for each default that the command changes, by the name of the option.
+      defaults: maps the name of each option with another default in this command to the help
+        text of that default.
     """
     for each in options:
         if each.flag is None:
@@ -356,7 +358,7 @@ def _option_flags() -> dict[str, str]:
 
 
 def given_options(args: argparse.Namespace, options: Iterable[OptionSpec]) -> dict[str, Any]:
-    """Return a dict of the options that the user set with flags, and their values."""
+    """Return a dict from names to values of the options that the user set with flags."""
     values = {each.name: getattr(args, each.name, None) for each in options if each.flag}
     return {name: value for name, value in values.items() if value is not None}
 

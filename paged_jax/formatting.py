@@ -44,7 +44,7 @@ def short_repr(cls: C) -> C:
 
 
 def shortened(value: Any) -> str:
-    """Return the `repr` that `short_repr` describes, for any value."""
+    """Return the short `repr` of any value, in the form that `short_repr` describes."""
     return cut(_SHORT.repr(value))
 
 

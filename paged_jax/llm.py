@@ -434,7 +434,7 @@ def _check_count(function: str, name: str, values: Sequence[Any], count: int) ->
 
 
 def _without_text(params: SamplingParams) -> SamplingParams:
-    """Return parameters for samples without text and without `logprobs` reports.
+    """Return a copy of `params` that requests neither text nor log-probabilities.
 
     Tokens are still converted to text if there are stop strings.
     """

@@ -274,9 +274,9 @@ def _add_client_arguments(server: argparse._ArgumentGroup) -> None:
         "--reasoning-format",
         default="auto",
         choices=("auto", "none", *REASONING_FORMATS),
-        help="format in which the model writes its reasoning, which answers of chats have in a "
-        "separate field; auto detects the format from the chat template, none leaves the reasoning "
-        "in the content; default: auto",
+        help="format of the reasoning in the generated text; answers of chats have the reasoning "
+        "in a separate field; auto detects the format from the chat template, none leaves the "
+        "reasoning in the content; default: auto",
     )
 
 

@@ -81,7 +81,7 @@ def num_entries(output: RequestOutput, deltas: Sequence[SampleDelta]) -> int:
 
 
 class DeltaTracker:
-    """Record of the amount of text and tokens of each sample that a stream has sent."""
+    """Record of the number of characters and tokens that a stream has sent of each sample."""
 
     def __init__(self) -> None:
         self._sent: dict[tuple[int, int], tuple[int, int, bool]] = {}

@@ -249,7 +249,8 @@ class Chat:
             )
         is_last = is_whole or delta.sample.finish_reason is not None
         parts = self._readers[index].push(delta.text, is_last=is_last)
-        # `HarmonyReader` always separates the reasoning. Undo this if it is not wanted.
+        # `HarmonyReader` always separates the reasoning from the content. Undo this if the
+        # reasoning should stay in the content.
         if self.reasoning is None:
             return [
                 AnswerDelta("content", part.text) if part.kind == "reasoning" else part
@@ -375,7 +376,7 @@ def template_messages(messages: Sequence[bodies.MessageParam]) -> list[dict[str,
 
 
 def template_variables(body: bodies.ChatBody | bodies.TokenizeBody) -> dict[str, Any]:
-    """Return the variables for the chat template that the fields of a request set."""
+    """Return the variables of the chat template, as set by the fields of a request."""
     given: dict[str, Any] = {}
     if body.reasoning_effort is not None:
         given["reasoning_effort"] = body.reasoning_effort

@@ -106,9 +106,9 @@ class CompletionAnswer(OpenAiAnswer):
         self, service: Service, body: bodies.CompletionBody, client: Client, record: RequestRecord
     ):
         super().__init__(service, body, client, record)
-        # The keys are pairs of the indices of prompt and sample. `_offsets` has the position of the
-        # sample's next token in its text, in characters. `_texts` divides the text into tokens.
-        # Both are set when the first event of a sample is built.
+        # The keys of both dicts are (index of the prompt, index of the sample). `_offsets` has the
+        # position of the next token in the sample's text, in characters. `_texts` divides the text
+        # into tokens. Entries are added when the first event of a sample is built.
         self._offsets: dict[tuple[int, int], int] = {}
         self._texts: dict[tuple[int, int], TokenTexts] = {}
 
@@ -210,8 +210,8 @@ class CompletionAnswer(OpenAiAnswer):
             rows = zip(self._prompt_texts(key[0], output), ids, asked, strict=True)
             rows = ((text, each, keep_top(each, row, count)) for text, each, row in rows)
             offset = self._add_tokens(logprobs, rows, offset)
-        # The text of these tokens may be longer than the text of the event, because the possible
-        # beginning of a stop string is held back from the event.
+        # An event may have less text than its tokens: text that may turn out to be the beginning of
+        # a stop string is held back.
         new_texts = map(texts.push, delta.token_ids)
         rows = zip(new_texts, delta.token_ids, delta.logprobs, strict=True)
         self._offsets[key] = self._add_tokens(logprobs, rows, offset)
@@ -250,8 +250,8 @@ class CompletionAnswer(OpenAiAnswer):
 
         Args:
           logprobs: the lists, which are changed.
-          rows: text, id and log-probabilities by token id, for each token. The first token of a
-            prompt has no log-probabilities (None).
+          rows: a tuple for each token: its text, its id, and a dict from token ids to
+            log-probabilities. The dict is None for the first token of a prompt.
           offset: position of the first token in the text, in characters.
         """
         for token, token_id, candidates in rows:

@@ -152,7 +152,7 @@ class FairQuota:
 
     @property
     def is_full(self) -> bool:
-        """Whether no place is free."""
+        """Whether all places are taken."""
         return self.total >= self._most
 
     def has_room(self, client: str, count: int) -> bool:

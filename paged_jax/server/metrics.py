@@ -52,7 +52,7 @@ _HISTOGRAMS = {
     },
     (1, 2, 4, 8, 16, 32, 64): {"request_params_n": "Number of samples that a request asks for."},
 }
-# Gauges of the engine's state: a help text, and a function that reads the value from a snapshot.
+# Maps names of gauges to a help text and a function that reads the value from a snapshot.
 _GAUGES: dict[str, tuple[str, Callable[[EngineSnapshot], float]]] = {
     "vllm:num_requests_running": ("Samples that have a slot.", lambda now: now.num_running),
     "vllm:num_requests_waiting": ("Samples that wait for a slot.", lambda now: now.num_waiting),
@@ -61,7 +61,7 @@ _GAUGES: dict[str, tuple[str, Callable[[EngineSnapshot], float]]] = {
         lambda now: now.groups[0].num_used / now.groups[0].num_blocks,
     ),
 }
-# Counters of the engine: the field of `EngineStats` with the value, and a help text.
+# Maps names of counters to the field of `EngineStats` with the value, and a help text.
 _COUNTERS = {
     "vllm:num_preemptions": ("num_preemptions", "Preemptions."),
     "vllm:prefix_cache_queries": (
@@ -184,7 +184,7 @@ class Metrics:
         before, self.snapshot = self.snapshot.stats, snapshot
         num_tokens = snapshot.stats.num_prompt_tokens - before.num_prompt_tokens
         num_tokens += snapshot.stats.num_generated_tokens - before.num_generated_tokens
-        # There is no new step if this function is called after an abort.
+        # After an abort, this function is called without a new step.
         if snapshot.stats.num_steps > before.num_steps:
             self._histograms["iteration_tokens_total"].observe(num_tokens)
         num_generated = 0  # add to the counter only once per step, because it takes a lock

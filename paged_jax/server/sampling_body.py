@@ -103,7 +103,7 @@ class Body(BaseModel):
         json_schema_extra={"additionalProperties": {"type": "null"}},
     )
 
-    # A function of the name and the value of an unknown field, which returns whether to ignore it.
+    # Function of the name and value of an unknown field. It returns whether the field is ignored.
     ignores: ClassVar[Callable[[str, Any], bool]] = staticmethod(lambda name, value: value is None)
 
     @model_validator(mode="after")

@@ -159,7 +159,7 @@ class SnapshotHistory:
     def snapshots(self, now: float) -> list[EngineSnapshot]:
         """Return the snapshots of the last two minutes, in order of time.
 
-        The last snapshot is a copy of the newest snapshot, with the time `now`.
+        A copy of the newest snapshot with the time `now` is appended, so that curves end at `now`.
         """
         with self._lock:
             kept = [*self._kept, self._latest, dataclasses.replace(self._latest, time=now)]
