@@ -303,12 +303,15 @@ import paged_jax
 from tests.support.gpus import GPUS
 from tests.support.kernel_cases import Case
 
+CASES = [
+    Case(op, pool_dtype=pool_dtype)
+    for op in ("decode", "write", "rope_write", "copy_blocks", "prefill")
+    for pool_dtype in ("bfloat16", "int8")
+]
 for gpu in ("h200", "b200", "a100"):
-    for op in ("decode", "write", "rope_write", "copy_blocks", "prefill"):
-        for pool_dtype in ("bfloat16", "int8"):
-            case = Case(op, pool_dtype=pool_dtype)
-            text = case.lower("cuda", gpu=GPUS[gpu].device).as_text()
-            print(gpu, op, pool_dtype, "mosaic_gpu" in text)
+    for case in (*CASES, Case("prefill", K=1, G=16, D=576, U=512)):
+        text = case.lower("cuda", gpu=GPUS[gpu].device).as_text()
+        print(gpu, case.op, case.pool_dtype or "latent", "mosaic_gpu" in text)
 """
 
 
@@ -316,7 +319,7 @@ for gpu in ("h200", "b200", "a100"):
 def test_backend_none_is_mosaic_gpu_without_triton_in_jax() -> None:
     """Prompts on a B200, and GPUs of other compute capabilities, use XLA."""
     lines = [line.split() for line in run_on_devices(WITHOUT_TRITON, 1).splitlines()]
-    assert len(lines) == 30
+    assert len(lines) == 33
     for gpu, op, pool_dtype, is_kernel in lines:
         has_kernel = gpu == "h200" or (gpu == "b200" and op != "prefill")
         assert (is_kernel == "True") == has_kernel, (gpu, op, pool_dtype)

@@ -53,6 +53,16 @@ NARROW: dict[str, dict[str, Any]] = {
     "int8, three pieces": {"lengths": [400], "query_lens": [30], "G": 2, "D": 192, "C": 256,
                            "pool_dtype": "int8"},
 }  # fmt: skip
+# Values that both warpgroups share, or that each computes for its own rows.
+LATENT: dict[str, dict[str, Any]] = {
+    "latent": {"lengths": [150, 0, 20], "query_lens": [20, 0, 9], "G": 16, "D": 576,
+               "value_dim": 512},
+    "latent, window": {"lengths": [200], "query_lens": [20], "G": 5, "D": 448, "C": 128,
+                       "value_dim": 384, "dtype": "float16", "has_sinks": True,
+                       "options": {"sliding_window": 70, "soft_cap": 5.0}},
+    "latent, 256": {"lengths": [90, 40], "query_lens": [70, 3], "G": 2, "D": 320, "C": 8,
+                    "value_dim": 256},
+}  # fmt: skip
 RAGGED: dict[str, dict[str, Any]] = {
     "ragged": {"lengths": [(40, 60), (1, 30), (7, 7), (33, 200)], "G": 4,
                "options": {"k_scale": 0.5, "v_scale": 1.5}},
@@ -62,8 +72,10 @@ RAGGED: dict[str, dict[str, Any]] = {
                      "pool_dtype": "int8", "options": {"k_scale": 0.03, "v_scale": 0.04}},
     "ragged, fp8": {"lengths": [(1, 170), (50, 50)], "G": 3, "C": 64, "dtype": "float16",
                     "pool_dtype": "float8_e4m3fn", "options": {"sliding_window": 40}},
+    "ragged, latent": {"lengths": [(20, 90), (1, 30), (9, 9)], "G": 16, "D": 576,
+                       "value_dim": 512, "options": {"sliding_window": 40, "v_scale": 1.5}},
 }  # fmt: skip
-CASES = PREFILLS | NARROW | RAGGED
+CASES = PREFILLS | NARROW | LATENT | RAGGED
 
 
 def run_case(name: str) -> None:
@@ -76,16 +88,18 @@ def run_case(name: str) -> None:
     options = dict(case["options"])
     if name in RAGGED:
         batch = RaggedBatch.random(
-            case["lengths"], K=K, G=case["G"], C=case["C"], D=D, q_dtype=dtype, dtype=pool_dtype
-        )
+            case["lengths"], K=K, G=case["G"], C=case["C"], D=D, q_dtype=dtype, dtype=pool_dtype,
+            value_dim=case.get("value_dim"),
+        )  # fmt: skip
         options["sm_scale"] = D**-0.5
         got = batch.attend(**simulated, **options, return_lse=True)
         want = batch.expected_with_lse(**options)
     else:
         lens = case["query_lens"]
         paged = PagedBatch.random(
-            case["lengths"], K=K, C=case["C"], D=D, dtype=pool_dtype, extra_width=1
-        )
+            case["lengths"], K=K, C=case["C"], D=D, dtype=pool_dtype, extra_width=1,
+            value_dim=case.get("value_dim"),
+        )  # fmt: skip
         q = queries((len(lens), max(lens), H, D), dtype)
         for row, num_queries in enumerate(lens):
             q[row, num_queries:] = np.nan
@@ -132,20 +146,23 @@ def test_prompts_match_float64_without_a_race(name, output) -> None:
 
 
 @pytest.mark.parametrize(
-    ("T", "G", "heads", "tokens"),
+    ("T", "G", "sizes", "heads", "tokens"),
     [
-        (2048, 4, 4, 32),
-        (2048, 1, 1, 128),
+        (2048, 4, {}, 4, 32),
+        (2048, 1, {}, 1, 128),
         # Slices of 4 of 12 heads fill the tile, slices of 6 would not.
-        (2048, 12, 4, 32),
+        (2048, 12, {}, 4, 32),
         # Short chunks, such as drafts: few tiles with more heads.
-        (5, 7, 7, 16),
+        (5, 7, {}, 7, 16),
         # A prime number of heads.
-        (2048, 71, 1, 128),
+        (2048, 71, {}, 1, 128),
+        # Tiles of 64 rows.
+        (512, 128, {"D": 576, "shared": 512}, 8, 8),
+        (512, 20, {"D": 576, "shared": 512}, 4, 16),
     ],
 )
-def test_tiles_are_as_few_as_possible(T, G, heads, tokens) -> None:
-    sizes = PrefillSizes.choose(T, G, 16, 128)
+def test_tiles_are_as_few_as_possible(T, G, sizes, heads, tokens) -> None:
+    sizes = PrefillSizes.choose(T, G, 16, **{"D": 128} | sizes)
     assert (sizes.slice_size, sizes.tile_tokens) == (heads, tokens)
     rows = [row for *_, group, first, size in sizes.boxes
             for row in range(64 * group + first, 64 * group + first + size)]  # fmt: skip
@@ -176,12 +193,16 @@ def prompt(op: Any = "prefill", *, q_dtype="bfloat16", pool_dtype="bfloat16", **
         ({"C": 12}, "blocks of a power of two"),
         ({"D": 80}, "heads of a multiple of 64 elements up to 256"),
         ({"D": 320}, "heads of a multiple of 64 elements up to 256"),
-        ({"K": 1, "D": 128, "U": 64}, "keys and values of the same size"),
+        ({"K": 1, "D": 128, "U": 64}, None),
+        ({"K": 1, "H": 128, "D": 576, "U": 512}, None),
+        ({"K": 1, "D": 576, "U": 512, "pool_dtype": "int8"}, "latent pools of 16 bits, got int8"),
+        ({"K": 1, "D": 576, "U": 320}, "values of a multiple of 128, got 576 and 320"),
+        ({"K": 1, "D": 640, "U": 512}, "that fit shared memory"),
     ],
 )
 def test_unsupported_prompts_are_refused(op, changes, reason) -> None:
     refused = MosaicGpu().refusal(prompt(op, **changes))
-    if reason is None and op == "ragged" and "H" in changes:
+    if reason is None and op == "ragged" and changes.get("H") == 142:
         reason = "which 71 cannot be cut into"  # by the kernel for single queries
     assert refused is None if reason is None else reason in str(refused)
 

@@ -185,7 +185,8 @@ MOSAIC_DECODE: Mapping[str, Case] = _mosaic(
 MOSAIC_PREFILL: Mapping[str, Case] = _mosaic(
     GPU_PREFILL,
     "prefill of one chunk of 2048", "prefill, blocks of 64", "prefill, group of 7", "prefill, D 64",
-    "prefill, D 256", "prefill, all variants", "prefill, int8", "prefill, fp8",
+    "prefill, D 256", "prefill, all variants", "prefill, int8", "prefill, fp8", "prefill, latent",
+    "prefill, latent, group of 128", "prefill, latent, D 320",
 ) | {
     f"mosaic: prefill, {name}": _gpu("prefill", backend="mosaic_gpu", **changes)
     for name, changes in (
@@ -195,10 +196,11 @@ MOSAIC_PREFILL: Mapping[str, Case] = _mosaic(
         ("int8, D 256", {"D": 256, "pool_dtype": "int8"}),
         ("int8, float16", {"dtype": "float16", "pool_dtype": "int8"}),
         ("fp8, all variants", {"pool_dtype": "float8_e4m3fn", **_VARIANTS}),
+        ("latent, all variants", {"G": 20, **_LATENT, **_VARIANTS}),
     )
 }  # fmt: skip
 MOSAIC_RAGGED: Mapping[str, Case] = _mosaic(
-    GPU_RAGGED, "ragged", "ragged, all variants", "ragged, int8", "ragged, fp8"
+    GPU_RAGGED, "ragged", "ragged, all variants", "ragged, int8", "ragged, fp8", "ragged, latent"
 )
 
 MOSAIC_UPDATES: Mapping[str, Case] = _mosaic(
@@ -255,7 +257,7 @@ GPU_STEPS: Mapping[str, DecodeStep | EngineStep] = {
 }
 
 # Steps with all kernels of the backend.
-MOSAIC_STEPS: Mapping[str, DecodeStep] = {
+MOSAIC_STEPS: Mapping[str, DecodeStep | EngineStep] = {
     "mosaic: step of Llama 3 8B": _layers_of(LLAMA_3_8B, DecodeStep, backend="mosaic_gpu"),
     "mosaic: chunk of Llama 3 8B": _layers_of(
         LLAMA_3_8B, PrefillStep, batch=1, backend="mosaic_gpu"
@@ -266,7 +268,11 @@ MOSAIC_STEPS: Mapping[str, DecodeStep] = {
     "mosaic: chunk, int8": _layers_of(
         LLAMA_3_8B, PrefillStep, batch=1, pool_dtype="int8", backend="mosaic_gpu"
     ),
-}
+    "mosaic: latent chunk of DeepSeek V2 Lite": EngineStep(
+        with_layers(DEEPSEEK_V2_LITE, 2), 30, max_model_len=32768, program="prefill",
+        backend="mosaic_gpu",
+    ),
+}  # fmt: skip
 
 # A single sequence: XLA computes its matrix multiplications without tensor cores, so launches
 # dominate.
@@ -380,7 +386,7 @@ GPU_LISTED = frozenset(
         "decode", "decode of one sequence of 128K", "decode, int8", "decode, fp8",
         "prefill of one chunk of 2048", "mosaic: decode", "mosaic: decode of one sequence of 128K",
         "mosaic: decode, int8", "mosaic: decode, fp8", "mosaic: prefill of one chunk of 2048",
-        "mosaic: prefill, int8", "mosaic: prefill, fp8",
+        "mosaic: prefill, int8", "mosaic: prefill, fp8", "mosaic: prefill, latent",
         *(name for name in QUANTISED if name.endswith(", 8 rows")),
     }
 )  # fmt: skip

@@ -41,6 +41,7 @@ class EngineStep:
       topology: XLA's name of the topology.
       num_states: number of entries for states of recurrent layers; None for one per slot.
       program: ``"decode"`` of all slots, or ``"prefill"`` of one chunk.
+      backend: backend of the ops on a single device; None for the best available backend.
     """
 
     config: LlamaConfig
@@ -55,6 +56,7 @@ class EngineStep:
     topology: str = "1x1x1"
     num_states: int | None = None
     program: str = "decode"
+    backend: str | None = None
 
     @classmethod
     def of_plan(cls, plan: MemoryPlan, **changes: Any) -> "EngineStep":
@@ -100,7 +102,7 @@ class EngineStep:
         if self.num_devices == 1:
             weights, treedef, graphdef = _split(self._model(self.config))
             place = SingleDeviceSharding(devices[0])
-            key = ProgramKey(graphdef, treedef, False, None, platform=options)
+            key = ProgramKey(graphdef, treedef, False, self.backend, platform=options)
             places = place, place, place
         else:
             parallel = TensorParallel.create(

@@ -20,6 +20,17 @@ reading a tile, so that warpgroup 2 can overwrite it::
     scores [64, T] = queries [64, D] @ K^T [D, T]
     out    [64, D] += weights [64, T] @ V [T, D]
 
+In latent attention, each value vector is the beginning of its key vector, so one tile serves as K
+and as V. Values of 512 elements, as in DeepSeek-V2, make an output of 64 x 512 float32 numbers,
+which does not fit the registers of a warpgroup. A tile then has 64 rows. Both warpgroups compute
+all its scores and weights, and each computes half of the output::
+
+    scores [64, T] = queries [64, 576] @ K^T [576, T]                           both
+    out[:, :256] += weights [64, T] @ K[:, :256], out[:, 256:512] += ...        one each
+
+The repeated scores are 35% of all multiplications. In return, the warpgroups exchange no weights
+and wait for each other only at the end, so the softmax of one runs during the matmuls of the other.
+
 Warpgroup 2 also converts elements of 8-bit pools to half precision, which is exact, see
 `converted_tiles`. Warpgroups 0 and 1 multiply the scores by the scales of the keys, and the softmax
 weights by the scales of the values. Weights and converted values are then bfloat16, because weights
@@ -36,16 +47,22 @@ another sequence.
 """
 
 import functools
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from paged_jax.kernels.backend import AttentionArgs, Interpret, Options, Problem, RaggedArgs
+from paged_jax.kernels.backend import (
+    AttentionArgs,
+    Interpret,
+    Options,
+    Pages,
+    Pools,
+    Problem,
+    RaggedArgs,
+)
 from paged_jax.kernels.gpu_device import device
 from paged_jax.kernels.mosaic_gpu.converted_tiles import convert_step, start_first
 from paged_jax.kernels.mosaic_gpu.launch import (
@@ -56,10 +73,18 @@ from paged_jax.kernels.mosaic_gpu.launch import (
     launch,
     plgpu,
 )
+from paged_jax.kernels.mosaic_gpu.prefill_softmax import (
+    PrefillSoftmax,
+    finish,
+    is_seen_by,
+    load_sinks,
+    scale_scores,
+    weigh,
+)
 from paged_jax.kernels.mosaic_gpu.query_tiles import (
     CONSUMERS,
+    MAX_LANES,
     ROWS,
-    TILE,
     PrefillCopies,
     PrefillSizes,
     PrefillTiles,
@@ -74,12 +99,6 @@ from paged_jax.kernels.ragged_chunks import Chunks, find_rows
 # converts elements, and the third pair if it converts the widest heads, for which the computing
 # warpgroups need more registers for their outputs.
 _REGISTERS, _CONVERTING_REGISTERS, _WIDE_CONVERTING_REGISTERS = (224, 64), (208, 96), (216, 80)
-
-_MAX_HEAD = 256
-
-# Initial peak (largest score so far) of the softmax. If it were -inf, ``peak - new_peak`` would be
-# NaN before the first token.
-_LOWEST = float(np.finfo(np.float32).min)
 
 
 def gpu_refusal(interpret: Interpret) -> str | None:
@@ -96,13 +115,30 @@ def refusal(problem: Problem, interpret: Interpret) -> str | None:
     """Return why this kernel does not support a prefill or ragged batch, or None if it does."""
     if (why_not := gpu_refusal(interpret) or attention_refusal(problem)) is not None:
         return why_not
-    D = problem["D"]
-    if problem.shares_values or problem.value_dim != D:
-        return "it attends to prompts with keys and values of the same size in different pools"
-    if D % TILE_LANES or D > _MAX_HEAD:
+    if (why_not := problem.separate_values_refusal) is not None:
+        return why_not
+    D, U = problem["D"], problem.value_dim
+    if problem.shares_values:
+        return _latent_refusal(problem, D, U)
+    if D % TILE_LANES or D > MAX_LANES:
         return (
             f"it attends to prompts with heads of a multiple of {TILE_LANES} elements up to "
-            f"{_MAX_HEAD}, got {D}"
+            f"{MAX_LANES}, got {D}"
+        )
+    return None
+
+
+def _latent_refusal(problem: Problem, D: int, U: int) -> str | None:
+    """Return why this kernel does not support latent keys of D elements, or None if it does."""
+    if is_quantised(problem.pool_dtype):
+        # A ring buffer of 8-bit tiles would not fit shared memory.
+        return f"it attends to prompts over latent pools of 16 bits, got {problem.pool_dtype}"
+    sizes = PrefillSizes.choose(1, 1, problem["C"], D, shared=U)
+    unit = TILE_LANES * (CONSUMERS // sizes.num_groups)
+    if D % TILE_LANES or U % unit or sizes.num_stages < 2:
+        return (
+            f"it attends to prompts over latent pools with heads of a multiple of {TILE_LANES} "
+            f"elements that fit shared memory, and values of a multiple of {unit}, got {D} and {U}"
         )
     return None
 
@@ -113,12 +149,20 @@ def prefill(
     """Attend with a chunk of queries per sequence, in one launch.
 
     Returns:
-      ``(out, lse)``: ``[B, T, H, D]`` in the dtype of the queries, and f32 ``[B, T, H]``.
+      ``(out, lse)``: ``[B, T, H, U]`` in the dtype of the queries, and f32 ``[B, T, H]``.
     """
-    (_, T, H, D), pools = args.q.shape, args.pools
-    group, is_narrow = H // pools.num_kv_heads, is_quantised(pools.dtype)
-    sizes = PrefillSizes.choose(T, group, pools.block_size, D, is_narrow)
+    sizes = _choose_sizes(args.q.shape[1], args.q, args.pools, options)
     return _prefill(args, options, sizes, interpret)
+
+
+def _choose_sizes(T: int, q: jax.Array, pools: Pools | Pages, options: Options) -> PrefillSizes:
+    """Choose the sizes for chunks of about T tokens."""
+    H, D = q.shape[-2:]
+    shared = options.output_dim(D) if pools.shares_values else None
+    return PrefillSizes.choose(
+        T, H // pools.num_kv_heads, pools.block_size, D,
+        is_narrow=is_quantised(pools.dtype), shared=shared,
+    )  # fmt: skip
 
 
 def attend_to_chunks(
@@ -133,11 +177,10 @@ def attend_to_chunks(
       interpret: whether to run in JAX's GPU simulator.
 
     Returns:
-      ``(out, lse)``: ``[N, H, D]`` and f32 ``[N, H]``. Rows outside the chunks may hold anything.
+      ``(out, lse)``: ``[N, H, U]`` and f32 ``[N, H]``. Rows outside the chunks may hold anything.
     """
-    (N, H, D), B, pages = args.q.shape, len(args.context_lens), args.pages
-    group, is_narrow = H // pages.num_kv_heads, is_quantised(pages.dtype)
-    sizes = PrefillSizes.choose(pl.cdiv(N, B), group, pages.block_size, D, is_narrow)
+    T = pl.cdiv(args.q.shape[0], len(args.context_lens))
+    sizes = _choose_sizes(T, args.q, args.pages, options)
     return _attend_to_chunks(args, chunks, options, sizes, interpret)
 
 
@@ -210,9 +253,9 @@ def _attend(
     """Launch the kernel for a list of tiles, see `list_tiles`.
 
     Returns:
-      The output ``[tiles * n, H, D]`` and the log-sum-exp, f32 ``[tiles * n, H]``: n rows per tile.
+      The output ``[tiles * n, H, U]`` and the log-sum-exp, f32 ``[tiles * n, H]``: n rows per tile.
     """
-    (_, H, D), num_tiles = args.q.shape, tiles.shape[0]
+    H, num_tiles, U = args.q.shape[1], tiles.shape[0], sizes.value_dim
     n, num_places = sizes.tile_tokens, H // sizes.slice_size
     inputs = AttentionInputs(
         work=tiles,
@@ -233,14 +276,14 @@ def _attend(
         grid={"place": num_places, "tile": num_tiles},
         arguments=[inputs],
         outputs=[
-            jax.ShapeDtypeStruct((num_tiles * n, H, D), args.q.dtype),
-            jax.ShapeDtypeStruct((num_tiles, num_places, CONSUMERS, ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((num_tiles * n, H, U), args.q.dtype),
+            jax.ShapeDtypeStruct((num_tiles, num_places, sizes.num_groups, ROWS), jnp.float32),
         ],
-        scratch=[PrefillTiles.of(sizes, args.q.dtype, args.pools, bool(interpret))],
+        scratch=[PrefillTiles.of(sizes, args.q.dtype, args.pools)],
         num_warpgroups=CONSUMERS + 1,
         interpret=interpret,
     )
-    lse = lse.reshape(num_tiles, num_places, TILE)[..., : sizes.slice_size * n]
+    lse = lse.reshape(num_tiles, num_places, -1)[..., : sizes.slice_size * n]
     lse = lse.reshape(num_tiles, H, n).swapaxes(1, 2).reshape(num_tiles * n, H)
     return out, lse
 
@@ -258,7 +301,7 @@ def _attend_kernel(
     warpgroup = lax.axis_index("warpgroup")
     num_registers = _REGISTERS
     if sizes.num_staged:
-        is_wide = sizes.head_dim == _MAX_HEAD
+        is_wide = sizes.head_dim == MAX_LANES
         num_registers = _WIDE_CONVERTING_REGISTERS if is_wide else _CONVERTING_REGISTERS
 
     def compute() -> None:
@@ -303,29 +346,6 @@ def _load_tile(inputs: AttentionInputs) -> QueryTile:
     return QueryTile(*(_load_field(inputs, i) for i in range(len(QueryTile._fields))))
 
 
-class _OnlineSoftmax(NamedTuple):
-    """Online softmax over the tokens so far, for the 64 rows of a warpgroup.
-
-    Attributes:
-      peak: f32 ``[64]``, the largest score so far, times log2(e).
-      total: f32 ``[64]``, sum of the weights, the denominator of the softmax.
-      out: f32 ``[64, D]``, weighted sum of the values.
-    """
-
-    peak: jax.Array
-    total: jax.Array
-    out: jax.Array
-
-    @classmethod
-    def start(cls, head_dim: int) -> "_OnlineSoftmax":
-        """Return the state before the first token."""
-        return cls(
-            _as_rows(jnp.full((ROWS,), _LOWEST, jnp.float32)),
-            _as_rows(jnp.zeros((ROWS,), jnp.float32)),
-            plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
-        )
-
-
 def _compute(
     inputs: AttentionInputs,
     shared: PrefillTiles,
@@ -336,9 +356,11 @@ def _compute(
 ) -> None:
     """Attend with the 64 rows of this warpgroup, and store the results in shared memory."""
     warpgroup = lax.axis_index("warpgroup")
+    group, lanes = sizes.share(warpgroup)
+    values, values_full, values_free = shared.values
     row = (
         plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
-        + warpgroup * ROWS
+        + group * ROWS
     )
     token, head = (f(row, jnp.full_like(row, sizes.tile_tokens)) for f in (lax.rem, lax.div))
     # Compute the position of the query of each row. Rows without a query get -1, so that they see
@@ -349,40 +371,56 @@ def _compute(
         slot = lax.rem(step, jnp.int32(sizes.num_stages))
         plgpu.barrier_wait(shared.k_full.at[slot])
         keys = shared.k.at[slot].transpose((1, 0))
-        scores = instructions.warpgroup_mma(shared.q.at[warpgroup], keys)
+        # The only group is 0, like the minimum. With an index that does not depend on the step, the
+        # compiler would keep the addresses of all parts of wide queries in registers, which spill.
+        rows = jnp.minimum(step, 0) if sizes.num_groups == 1 else group
+        scores = instructions.warpgroup_mma(shared.q.at[rows], keys)
         if shared.k_scale is not None:
             scores = scores * _load_scales(shared.k_scale, step, scores)
-        plgpu.barrier_arrive(shared.k_free.at[slot])
-        scores, unit = _scale(scores, options)
+        if shared.v is not None:
+            plgpu.barrier_arrive(shared.k_free.at[slot])
+        scores, unit = scale_scores(scores, options)
         if is_masked:
             start = tile.origin + step * sizes.step_tokens
-            scores = jnp.where(_is_seen(scores, start, position, options), scores, -jnp.inf)
-        softmax, weights = _weigh(softmax, scores, unit)
-        plgpu.barrier_wait(shared.v_full.at[slot])
+            scores = jnp.where(is_seen_by(scores, start, position, options), scores, -jnp.inf)
+        softmax, weights = weigh(softmax, scores, unit)
+        if shared.v is not None:
+            plgpu.barrier_wait(values_full.at[slot])
         if shared.v_scale is not None:
             # The scales of unused tokens may be NaN. Replace them by 0, because 0 * NaN is NaN.
             scales = _load_scales(shared.v_scale, step, weights)
             weights *= jnp.where(weights == 0, 0.0, scales) if is_masked else scales
         out = instructions.warpgroup_mma_add(
-            softmax.out,
-            weights.astype(shared.v.dtype),
-            shared.v.at[slot],
-            None if shared.weights is None else shared.weights.at[warpgroup],
+            softmax.out, weights.astype(values.dtype), values.at[slot, :, lanes]
         )
-        plgpu.barrier_arrive(shared.v_free.at[slot])
+        plgpu.barrier_arrive(values_free.at[slot])
         return softmax._replace(out=out)
 
-    softmax = _OnlineSoftmax.start(sizes.head_dim)
+    softmax = PrefillSoftmax.start(lanes.size)
     plgpu.barrier_wait(shared.is_loaded)
     whole, masked = (functools.partial(fold, is_masked=is_masked) for is_masked in (False, True))
     if options.sliding_window is not None:
         softmax = lax.fori_loop(jnp.int32(0), tile.full_begin, masked, softmax)
     softmax = lax.fori_loop(tile.full_begin, tile.full_end, whole, softmax)
     softmax = lax.fori_loop(tile.full_end, tile.num_steps, masked, softmax)
-    sinks = _load_sinks(inputs.sinks, head, sizes)
-    out, lse = _finish(softmax, sinks, position >= 0, options.value_scale)
-    shared.q[warpgroup] = out.astype(shared.q.dtype)
-    shared.lse[warpgroup] = lse
+    sinks = load_sinks(inputs.sinks, head, sizes)
+    _store(shared, sizes, *finish(softmax, sinks, position >= 0, options.value_scale))
+
+
+def _store(shared: PrefillTiles, sizes: PrefillSizes, out: jax.Array, lse: jax.Array) -> None:
+    """Store the output and the log-sum-exp of this warpgroup in shared memory."""
+    warpgroup = lax.axis_index("warpgroup")
+    group, lanes = sizes.share(warpgroup)
+    if shared.are_read is not None:
+        # The output replaces queries that the other warpgroup reads, too.
+        plgpu.barrier_arrive(shared.are_read)
+        plgpu.barrier_wait(shared.are_read)
+    shared.q[group, :, lanes] = out.astype(shared.q.dtype)
+
+    @pl.when(warpgroup < sizes.num_groups)
+    def _():
+        shared.lse[group] = lse
+
     plgpu.commit_smem()
     plgpu.barrier_arrive(shared.is_done)
 
@@ -393,84 +431,3 @@ def _load_scales(ring_ref: Any, step: jax.Array, like: jax.Array) -> jax.Array:
     layout = plgpu.Layout.WGMMA.reduce(0)
     scales = plgpu.load(ring_ref.at[slot], layout=layout, optimized=False)
     return lax.broadcast_in_dim(scales, like.shape, [1])
-
-
-def _as_rows(x: jax.Array) -> jax.Array:
-    return plgpu.layout_cast(x, plgpu.Layout.WGMMA.reduce(1))
-
-
-def _is_seen(like: jax.Array, start: jax.Array, position: jax.Array, options: Options) -> jax.Array:
-    """Return whether the query of each row sees each token, as a mask of the shape of `like`.
-
-    `position` has the position of the query of each row. The first token is at position `start`.
-    """
-    token = plgpu.broadcasted_iota(jnp.int32, like.shape, 1, layout=plgpu.Layout.WGMMA)
-    distance = lax.broadcast_in_dim(position - start, like.shape, [0]) - token
-    is_seen = distance >= 0
-    if options.sliding_window is not None:
-        is_seen &= distance < options.sliding_window
-    return is_seen
-
-
-def _scale(scores: jax.Array, options: Options) -> tuple[jax.Array, float]:
-    """Return scores, and a positive factor that the caller must multiply them by.
-
-    The product is the scaled and capped score times log2(e).
-    """
-    if options.soft_cap is not None:
-        # Compute tanh(x) as 1 - 2 / (exp(2 * x) + 1), because the GPU's instruction for tanh is
-        # less precise.
-        factor = np.float32(2 * options.scale / (options.soft_cap * math.log(2)))
-        return 1 - 2 / (jnp.exp2(scores * factor) + 1), options.soft_cap / math.log(2)
-    unit = options.scale / math.log(2)
-    # The factor must be positive, so that the order of the scores does not change.
-    return (scores, unit) if unit > 0 else (scores * np.float32(unit), 1.0)
-
-
-def _weigh(
-    softmax: _OnlineSoftmax, scores: jax.Array, unit: float
-) -> tuple[_OnlineSoftmax, jax.Array]:
-    """Add scores to the softmax; return its new state, and the weights ``[64, T]``.
-
-    `unit` is the factor from `_scale`. The weighted sum `out` is rescaled to the new peak. The
-    caller then adds the products of the weights and the values to it.
-    """
-    factor = np.float32(unit)
-    peak = jnp.maximum(softmax.peak, jnp.max(scores, axis=1) * factor)
-    decay = jnp.exp2(softmax.peak - peak)
-    weights = jnp.exp2(scores * factor - _as_lanes(peak, scores))
-    total = softmax.total * decay + jnp.sum(weights, axis=1)
-    return _OnlineSoftmax(peak, total, softmax.out * _as_lanes(decay, softmax.out)), weights
-
-
-def _as_lanes(column: jax.Array, like: jax.Array) -> jax.Array:
-    """Broadcast a vector with one number per row to the shape of `like`."""
-    return lax.broadcast_in_dim(column, like.shape, [0])
-
-
-def _load_sinks(sinks_ref: Any, head: jax.Array, sizes: PrefillSizes) -> jax.Array | None:
-    """Return the sink of each row's query head times log2(e), f32 ``[64]``; None without sinks."""
-    if sinks_ref is None:
-        return None
-    sinks, first = jnp.full(head.shape, -jnp.inf, jnp.float32), lax.axis_index("place")
-    for turn in range(sizes.slice_size):
-        sink = sinks_ref[first * sizes.slice_size + turn].astype(jnp.float32)
-        sinks = jnp.where(head == turn, sink * np.float32(1 / math.log(2)), sinks)
-    return sinks
-
-
-def _finish(
-    softmax: _OnlineSoftmax, sinks: jax.Array | None, is_query: jax.Array, value_scale: float
-) -> tuple[jax.Array, jax.Array]:
-    """Return the output and the log-sum-exp of each row; 0 and -inf in rows without a query."""
-    peak, total, out = softmax
-    if sinks is not None:
-        new_peak = jnp.maximum(peak, sinks)
-        decay = jnp.exp2(peak - new_peak)
-        total = total * decay + jnp.exp2(sinks - new_peak)
-        out, peak = out * _as_lanes(decay, out), new_peak
-    total = jnp.where(is_query, total, 1.0)
-    lse = jnp.where(is_query, peak * np.float32(math.log(2)) + jnp.log(total), -jnp.inf)
-    factor = np.float32(value_scale) / total
-    out = jnp.where(_as_lanes(is_query, out), out * _as_lanes(factor, out), 0.0)
-    return out, lse

@@ -133,6 +133,10 @@ def launch(
 class GpuInstructions(NamedTuple):
     """GPU instructions that JAX's simulator lacks. Each method also has a form for the simulator.
 
+    The simulator has `wgmma`, but it detects no races with its operands in shared memory. The form
+    for the simulator therefore loads them. Loads need a fence before a bulk copy to the same
+    memory, unlike `wgmma`.
+
     Attributes:
       is_simulated: whether the kernel runs in the simulator.
     """
@@ -147,6 +151,8 @@ class GpuInstructions(NamedTuple):
 
     def warpgroup_mma(self, a_ref: Any, b_ref: Any) -> jax.Array:
         """Return ``a @ b`` in float32, computed by `wgmma`; `a` has 64 rows."""
+        if self.is_simulated:
+            return self._multiply(a_ref[...], b_ref[...])
 
         def multiply(total_ref: Any) -> jax.Array:
             plgpu.wgmma(total_ref, a_ref, b_ref)
@@ -155,23 +161,20 @@ class GpuInstructions(NamedTuple):
         shape = a_ref.shape[0], b_ref.shape[1]
         return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
 
-    def warpgroup_mma_add(
-        self, total: jax.Array, a: jax.Array, b_ref: Any, a_ref: Any
-    ) -> jax.Array:
-        """Return ``total + a @ b`` in float32, computed by `wgmma`; `a` has 64 rows.
-
-        The simulator can only multiply operands in shared memory, so there `a` is stored in `a_ref`
-        first.
-        """
+    def warpgroup_mma_add(self, total: jax.Array, a: jax.Array, b_ref: Any) -> jax.Array:
+        """Return ``total + a @ b`` in float32, computed by `wgmma`; `a` has 64 rows."""
         if self.is_simulated:
-            a_ref[...] = a
-            plgpu.commit_smem()
-            return total + self.warpgroup_mma(a_ref, b_ref)
+            return total + self._multiply(a, b_ref[...])
 
         def add(total_ref: Any) -> None:
             plgpu.wgmma(total_ref, a, b_ref)
 
         return pl.run_state(add)(plgpu.ACC.init(total))
+
+    def _multiply(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """Return the product of arrays that were loaded in the simulator."""
+        plgpu.commit_smem()
+        return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
     def store(self, tile_ref: Any, target_ref: Any) -> None:
         """Copy a tile from shared memory to GPU memory, and wait until it is stored.

@@ -6,6 +6,9 @@ computing warpgroups::
 
     5 heads of 24 tokens    | 0 - 23 | 24 - 47 | 48 - 63 : 64 - 71 | 72 - 95 | 96 - 119 | unused |
                                          warpgroup 0     :     warpgroup 1
+
+If values have more than 256 elements, a tile has 64 rows. Both warpgroups then have the same rows,
+and each computes one half of the elements of the output.
 """
 
 import functools
@@ -26,11 +29,11 @@ from paged_jax.kernels.mosaic_gpu.launch import (
     swizzled,
 )
 
-# A `wgmma` instruction has `ROWS` rows. There are `CONSUMERS` warpgroups that compute, so a tile
-# has `TILE` rows.
+# A `wgmma` instruction has `ROWS` rows. There are `CONSUMERS` warpgroups that compute. The output
+# of a warpgroup has at most `MAX_LANES` elements in each row, because it must fit the registers.
 ROWS = 64
 CONSUMERS = 2
-TILE = CONSUMERS * ROWS
+MAX_LANES = 256
 
 _MAX_STAGES = 4
 
@@ -50,7 +53,9 @@ class PrefillSizes(NamedTuple):
       num_staged: number of pieces in the ring buffer of unconverted pieces; 0 if the pools are not
         8-bit.
       block_size: tokens in a block (C).
-      head_dim: elements of a head (D).
+      head_dim: elements of a key (D).
+      value_dim: elements of a value (U).
+      shares_values: whether each value vector is the beginning of its key vector.
     """
 
     slice_size: int
@@ -60,24 +65,37 @@ class PrefillSizes(NamedTuple):
     num_staged: int
     block_size: int
     head_dim: int
+    value_dim: int
+    shares_values: bool
 
     @classmethod
-    def choose(cls, T: int, G: int, C: int, D: int, is_narrow: bool = False) -> "PrefillSizes":
+    def choose(
+        cls, T: int, G: int, C: int, D: int, *, is_narrow: bool = False, shared: int | None = None
+    ) -> "PrefillSizes":
         """Choose the sizes for a batch with chunks of about T tokens.
 
         `G`, `C` and `D` are sizes of dimensions, see `paged_jax.dims`. `is_narrow` says whether the
-        pools are 8-bit.
+        pools are 8-bit. `shared` is the number of elements of a value (U) if each value vector is
+        the beginning of its key vector; otherwise None. If a tile does not fit shared memory, the
+        ring buffers of the result have fewer than two loop steps.
         """
+        U = shared or D
+        rows = ROWS if U > MAX_LANES else CONSUMERS * ROWS
+
+        def count_tokens(heads: int) -> int:
+            """Return the number of tokens that fit a tile, a multiple of 8."""
+            return rows // heads // TILE_ROWS * TILE_ROWS
 
         def num_tiles(heads: int) -> int:
-            return pl.cdiv(T, _count_tokens(heads)) * (G // heads)
+            return pl.cdiv(T, count_tokens(heads)) * (G // heads)
 
-        divisors = [size for size in range(1, TILE // TILE_ROWS + 1) if G % size == 0]
+        divisors = [size for size in range(1, rows // TILE_ROWS + 1) if G % size == 0]
         # Choose the number of heads that gives the fewest tiles. If several numbers do, take the
         # largest of them: a tile then has fewer tokens, so that fewer loop steps are masked.
         heads = min(divisors, key=lambda size: (num_tiles(size), -size))
         step_tokens = 128 if D <= 128 else 64
-        stage, free = 2 * step_tokens * D * 2, MAX_SHARED_MEMORY - TILE * D * 2
+        halves, free = 2 if shared is None else 1, MAX_SHARED_MEMORY - rows * D * 2
+        stage = halves * step_tokens * D * 2
         stages, staged = min(free // stage, _MAX_STAGES), 0
         if is_narrow:
             stages = _CONVERTED_STAGES
@@ -85,7 +103,21 @@ class PrefillSizes(NamedTuple):
             # the two ring buffers of scales.
             piece = step_tokens * (_piece_size(D) + 2 * 4 * stages)
             staged = min((free - stages * stage) // piece, _MAX_STAGED)
-        return cls(heads, _count_tokens(heads), step_tokens, stages, staged, C, D)
+        return cls(
+            heads, count_tokens(heads), step_tokens, stages, staged, C, D, U, shared is not None
+        )
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups of 64 rows in a tile: 1 if both computing warpgroups have these rows."""
+        return 1 if self.value_dim > MAX_LANES else CONSUMERS
+
+    def share(self, warpgroup: jax.Array) -> tuple[Any, Any]:
+        """Return the group of rows of a computing warpgroup, and its range of output elements."""
+        if self.num_groups == CONSUMERS:
+            return warpgroup, pl.ds(0, self.value_dim)
+        size = self.value_dim // CONSUMERS
+        return 0, pl.ds(pl.multiple_of(warpgroup * size, size), size)
 
     @property
     def copy_rows(self) -> int:
@@ -116,22 +148,20 @@ class PrefillSizes(NamedTuple):
     def boxes(self) -> list[tuple[int, int, int, int, int]]:
         """Bulk copies of the queries of a tile.
 
-        Each tuple has the index of the head in the slice, the first token, the warpgroup, the first
-        row within this warpgroup, and the number of rows.
+        Each tuple has the index of the head in the slice, the first token, the group of 64 rows,
+        the first row within this group, and the number of rows.
         """
         n, boxes = self.tile_tokens, []
         for head in range(self.slice_size):
             row, end = head * n, (head + 1) * n
             while row < end:
                 stop = min(end, (row // ROWS + 1) * ROWS)
+                if self.value_dim < self.head_dim:
+                    # A bulk copy can only store a part of the elements of 8 swizzled rows.
+                    stop = row + TILE_ROWS
                 boxes.append((head, row - head * n, row // ROWS, row % ROWS, stop - row))
                 row = stop
         return boxes
-
-
-def _count_tokens(heads: int) -> int:
-    """Return the number of tokens that fit a tile with `heads` heads, a multiple of 8."""
-    return TILE // heads // TILE_ROWS * TILE_ROWS
 
 
 def _piece_size(head_dim: int) -> int:
@@ -214,29 +244,32 @@ class PrefillTiles(NamedTuple):
     """Arrays and barriers in the shared memory of a thread block.
 
     Attributes:
-      q: ``[2, 64, D]``, the queries of each computing warpgroup. The output is later stored in
-        their place.
+      q: ``[groups, 64, D]``, the queries of each group of rows. The output is later stored in their
+        place.
       k: ``[stages, T, D]``, ring buffer of tiles of keys, converted if the pools are 8-bit.
-      v: ``[stages, T, D]``, ring buffer of tiles of values, converted if the pools are 8-bit.
+      v: ``[stages, T, D]``, ring buffer of tiles of values, converted if the pools are 8-bit; None
+        if the keys contain the values.
       staged: ``[staged, T, size]``, ring buffer of unconverted pieces of 8-bit keys and values, or
         None.
       k_scale: f32 ``[scaled, T]``, ring buffer of the scales of the keys, or None.
       v_scale: f32 ``[scaled, T]``, ring buffer of the scales of the values, or None.
-      lse: f32 ``[2, 64]``, log-sum-exp of each row.
-      weights: ``[2, 64, T]``, softmax weights, in the simulator only; else None.
+      lse: f32 ``[groups, 64]``, log-sum-exp of each row.
       is_loaded: barrier, completed when the queries have been copied.
       k_full: barriers of the tiles of keys, completed when a tile has been copied.
-      v_full: barriers of the tiles of values, completed when a tile has been copied.
+      v_full: barriers of the tiles of values, completed when a tile has been copied; None if the
+        keys contain the values.
       k_free: barriers of the tiles of keys, completed when both computing warpgroups have read a
         tile.
       v_free: barriers of the tiles of values, completed when both computing warpgroups have read a
-        tile.
+        tile; None if the keys contain the values.
       is_partial: barrier of a tile of values that contains tokens that no query sees, completed
         when it has been copied; None if the pools are 8-bit.
       is_staged: barriers of the unconverted pieces, completed when a piece has been copied, or
         None.
       k_scaled: barriers of the scales of the keys, or None.
       v_scaled: barriers of the scales of the values, or None.
+      are_read: barrier, completed when both computing warpgroups have read the queries that they
+        share; None if each has its own rows.
       is_done: barrier, completed when both computing warpgroups have stored their output.
     """
 
@@ -247,7 +280,6 @@ class PrefillTiles(NamedTuple):
     k_scale: Any
     v_scale: Any
     lse: Any
-    weights: Any
     is_loaded: Any
     k_full: Any
     v_full: Any
@@ -257,14 +289,14 @@ class PrefillTiles(NamedTuple):
     is_staged: Any
     k_scaled: Any
     v_scaled: Any
+    are_read: Any
     is_done: Any
 
     @classmethod
-    def of(
-        cls, sizes: PrefillSizes, dtype: Any, pools: Pools | Pages, is_simulated: bool
-    ) -> "PrefillTiles":
+    def of(cls, sizes: PrefillSizes, dtype: Any, pools: Pools | Pages) -> "PrefillTiles":
         """Describe the arrays and barriers in shared memory, for `launch`."""
         stages, T, D = sizes.num_stages, sizes.step_tokens, sizes.head_dim
+        groups, has_values = sizes.num_groups, not sizes.shares_values
         copied = functools.partial(plgpu.Barrier, num_arrivals=sizes.num_copies)
         free = functools.partial(plgpu.Barrier, num_arrivals=CONSUMERS)
         full, value_dtype, scale = copied, dtype, None
@@ -282,25 +314,32 @@ class PrefillTiles(NamedTuple):
             scale = plgpu.SMEM((sizes.num_scaled, T), jnp.float32)
             is_scaled = copied(num_barriers=sizes.num_scaled)
         return cls(
-            q=swizzled((CONSUMERS, ROWS, D), dtype),
+            q=swizzled((groups, ROWS, D), dtype),
             k=swizzled((stages, T, D), dtype),
-            v=swizzled((stages, T, D), value_dtype),
+            v=swizzled((stages, T, D), value_dtype) if has_values else None,
             staged=staged,
             k_scale=scale,
             v_scale=scale,
-            lse=plgpu.SMEM((CONSUMERS, ROWS), jnp.float32),
-            weights=swizzled((CONSUMERS, ROWS, T), value_dtype) if is_simulated else None,
+            lse=plgpu.SMEM((groups, ROWS), jnp.float32),
             is_loaded=plgpu.Barrier(num_arrivals=len(sizes.boxes)),
             k_full=full(num_barriers=stages),
-            v_full=full(num_barriers=stages),
+            v_full=full(num_barriers=stages) if has_values else None,
             k_free=free(num_barriers=stages),
-            v_free=free(num_barriers=stages),
+            v_free=free(num_barriers=stages) if has_values else None,
             is_partial=None if is_narrow else copied(),
             is_staged=is_staged,
             k_scaled=is_scaled,
             v_scaled=is_scaled,
+            are_read=free() if groups < CONSUMERS else None,
             is_done=free(),
         )
+
+    @property
+    def values(self) -> tuple[Any, Any, Any]:
+        """Ring buffer that contains the values, and its barriers: full and free."""
+        if self.v is None:
+            return self.k, self.k_full, self.k_free
+        return self.v, self.v_full, self.v_free
 
 
 class PrefillCopies(NamedTuple):
@@ -319,56 +358,60 @@ class PrefillCopies(NamedTuple):
     def load_queries(self) -> None:
         """Start the copies of the queries."""
         shared = self.shared
-        for head, token, warpgroup, row, num_rows in self.sizes.boxes:
+        for head, token, group, row, num_rows in self.sizes.boxes:
             plgpu.copy_gmem_to_smem(
                 self.inputs.q.at[self._rows(token, num_rows), self.first_head + head],
-                shared.q.at[warpgroup, pl.ds(row, num_rows)],
+                shared.q.at[group, pl.ds(row, num_rows)],
                 shared.is_loaded,
             )
 
     def load_step(self, step: jax.Array, _: None) -> None:
         """Start the copies of a loop step's keys and values, as soon as their tiles are free."""
         shared, stages = self.shared, self.sizes.num_stages
+        values, values_full, values_free = shared.values
         slot, blocks = lax.rem(step, jnp.int32(stages)), self.load_blocks(step)
         start = self.tile.origin + step * self.sizes.step_tokens
         is_partial = (start < self.tile.seen) | (start + self.sizes.step_tokens > self.tile.end)
 
+        if not self.sizes.shares_values:
+
+            @pl.when(step >= stages)
+            def _():
+                plgpu.barrier_wait(shared.k_free.at[slot])
+
+            self._load("k", shared.k.at[slot], shared.k_full.at[slot], step, blocks)
+
         @pl.when(step >= stages)
         def _():
-            plgpu.barrier_wait(shared.k_free.at[slot])
-
-        self._load("k", shared.k.at[slot], shared.k_full.at[slot], step, blocks)
-
-        @pl.when(step >= stages)
-        def _():
-            plgpu.barrier_wait(shared.v_free.at[slot])
+            plgpu.barrier_wait(values_free.at[slot])
 
         @pl.when(jnp.logical_not(is_partial))
         def _():
-            self._load("v", shared.v.at[slot], shared.v_full.at[slot], step, blocks)
+            self._load("v", values.at[slot], values_full.at[slot], step, blocks)
 
         @pl.when(is_partial)
         def _():
-            self._load("v", shared.v.at[slot], shared.is_partial, step, blocks)
+            self._load("v", values.at[slot], shared.is_partial, step, blocks)
             plgpu.barrier_wait(shared.is_partial)
-            self._clear(slot, start)
+            self._clear(values.at[slot], start)
             plgpu.commit_smem()
             for _ in range(self.sizes.num_copies):
-                plgpu.barrier_arrive(shared.v_full.at[slot])
+                plgpu.barrier_arrive(values_full.at[slot])
 
     def wait_for_step(self, step: jax.Array, _: None) -> None:
         """Wait until both computing warpgroups have read the keys and values of a loop step."""
         slot = lax.rem(step, jnp.int32(self.sizes.num_stages))
-        plgpu.barrier_wait(self.shared.k_free.at[slot])
-        plgpu.barrier_wait(self.shared.v_free.at[slot])
+        for free in (self.shared.k_free, self.shared.v_free):
+            if free is not None:
+                plgpu.barrier_wait(free.at[slot])
 
     def store(self, out_ref: Any, lse_ref: Any) -> None:
         """Copy the output to GPU memory, as soon as both computing warpgroups have stored it."""
-        shared, index = self.shared, self.tile.index
+        shared, index, lanes = self.shared, self.tile.index, pl.ds(0, self.sizes.value_dim)
         plgpu.barrier_wait(shared.is_done)
-        for head, token, warpgroup, row, num_rows in self.sizes.boxes:
+        for head, token, group, row, num_rows in self.sizes.boxes:
             plgpu.copy_smem_to_gmem(
-                shared.q.at[warpgroup, pl.ds(row, num_rows)],
+                shared.q.at[group, pl.ds(row, num_rows), lanes],
                 out_ref.at[self._rows(token, num_rows), self.first_head + head],
             )
         plgpu.copy_smem_to_gmem(shared.lse, lse_ref.at[index, lax.axis_index("place")])
@@ -419,16 +462,19 @@ class PrefillCopies(NamedTuple):
             offset = pl.multiple_of(offset, rows)
         return inputs.layer[0], block, head, pl.ds(offset, rows)
 
-    def _clear(self, slot: jax.Array, start: jax.Array) -> None:
-        """Set the values of tokens that no query sees to 0."""
+    def _clear(self, tile_ref: Any, start: jax.Array) -> None:
+        """Set the values of tokens that no query sees to 0. `start` is the first token's position.
+
+        Unused tokens of a block may be NaN, and 0 * NaN is NaN.
+        """
         for row in range(0, self.sizes.step_tokens, ROWS):
             first = start + row
 
             @pl.when((first < self.tile.seen) | (first + ROWS > self.tile.end))
             def _(row=row, first=first):
-                for lane in range(0, self.sizes.head_dim, TILE_LANES):
-                    place = slot, pl.ds(row, ROWS), pl.ds(lane, TILE_LANES)
-                    values = self.shared.v[place]
+                for lane in range(0, self.sizes.value_dim, TILE_LANES):
+                    place = pl.ds(row, ROWS), pl.ds(lane, TILE_LANES)
+                    values = tile_ref[place]
                     token = plgpu.broadcasted_iota(jnp.int32, values.shape, 0) + first
                     is_seen = (token >= self.tile.seen) & (token < self.tile.end)
-                    self.shared.v[place] = jnp.where(is_seen, values, jnp.zeros_like(values))
+                    tile_ref[place] = jnp.where(is_seen, values, jnp.zeros_like(values))
