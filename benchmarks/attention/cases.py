@@ -19,11 +19,30 @@ from paged_jax.kernels.pool_format import QUANTISED
 
 
 class Heads(NamedTuple):
-    """Attention heads of a model."""
+    """Attention heads of a model.
+
+    Attributes:
+      num_heads: query heads (H).
+      num_kv_heads: KV heads (K).
+      head_dim: elements of a key (D).
+      value_dim: elements of a value in latent attention, where each value vector is the beginning
+        of its key vector; None if values have a pool and as many elements as keys.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int | None = None
+
+    @property
+    def output_dim(self) -> int:
+        """Number of elements of the output of a head (U)."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def num_pools(self) -> int:
+        """Number of pools: keys and values, or only keys."""
+        return 1 if self.value_dim else 2
 
 
 MODELS = {
@@ -33,6 +52,9 @@ MODELS = {
     "Qwen3 0.6B": Heads(16, 8, 128),
 }
 """Models by name."""
+
+LATENT_MODELS = {"DeepSeek-V2-Lite": Heads(16, 1, 576, 512)}
+"""Models with latent attention, by name. Only `benchmarks.gpu.backends` times them."""
 
 BATCHES = (1, 4, 16, 64, 256)
 CONTEXTS = (512, 2048, 8192, 32768, 131072)
@@ -61,7 +83,7 @@ class Case:
     """One call of an attention op.
 
     Attributes:
-      model: a key of `MODELS`.
+      model: a key of `MODELS` or `LATENT_MODELS`.
       batch: number of sequences.
       context: number of tokens of the longest sequence.
       block_size: number of tokens in a block.
@@ -84,7 +106,7 @@ class Case:
     @property
     def heads(self) -> Heads:
         """Attention heads of the model."""
-        return MODELS[self.model]
+        return MODELS.get(self.model) or LATENT_MODELS[self.model]
 
     @property
     def q_dtype(self) -> str:
@@ -143,21 +165,23 @@ class Case:
     @property
     def num_bytes(self) -> int:
         """Bytes that a call must move: `kv_bytes`, the queries and the result."""
-        rows = self.batch * max(self.chunk, 1) * self.heads.num_heads * self.heads.head_dim
-        return self.kv_bytes + 2 * rows * jnp.dtype(self.q_dtype).itemsize
+        heads = self.batch * max(self.chunk, 1) * self.heads.num_heads
+        elements = heads * (self.heads.head_dim + self.heads.output_dim)
+        return self.kv_bytes + elements * jnp.dtype(self.q_dtype).itemsize
 
     @property
     def flops(self) -> int:
         """Operations of both matrix multiplications, for pairs that are not masked."""
         last = max(self.chunk, 1) - 1
         pairs = max(self.chunk, 1) * (self.lengths.astype(np.int64) - last) + last * (last + 1) // 2
-        return 4 * self.heads.num_heads * self.heads.head_dim * int(pairs.sum())
+        elements = self.heads.head_dim + self.heads.output_dim
+        return 2 * self.heads.num_heads * elements * int(pairs.sum())
 
     @property
     def _token_bytes(self) -> int:
-        _, num_kv_heads, head_dim = self.heads
-        scale_bytes = 4 if self.is_quantised else 0
-        return 2 * num_kv_heads * (head_dim * jnp.dtype(self.pool_dtype).itemsize + scale_bytes)
+        heads, scale_bytes = self.heads, 4 if self.is_quantised else 0
+        head_bytes = heads.head_dim * jnp.dtype(self.pool_dtype).itemsize + scale_bytes
+        return heads.num_pools * heads.num_kv_heads * head_bytes
 
     def __str__(self) -> str:
         lengths = "skewed" if self.is_skewed else "ragged" if self.is_ragged else "even"
@@ -173,7 +197,8 @@ class Inputs(NamedTuple):
 
     Attributes:
       q: ``[B, H, D]``, or ``[B, T, H, D]`` for a prompt chunk.
-      pools: K and V of `Case.num_layers` layers, with as many blocks as the sequences hold.
+      pools: K and V of `Case.num_layers` layers, with as many blocks as the sequences hold; only K
+        in latent attention.
       block_tables: i32 ``[B, M]``.
       context_lens: i32 ``[B]``.
       query_lens: i32 ``[B]``, or None for decode.
@@ -188,12 +213,13 @@ class Inputs(NamedTuple):
 
 def make_inputs(case: Case) -> Inputs:
     """Create the arrays of a case on the first device."""
-    num_heads, num_kv_heads, head_dim = case.heads
+    num_heads, num_kv_heads, head_dim, _ = case.heads
     held = case.held_blocks
     num_blocks = int(held.sum())
     shape = (case.num_layers, num_blocks, num_kv_heads, case.block_size, head_dim)
     keys = jax.random.split(jax.random.key(0), 5)
-    k, v = (random_values(key, shape, case.pool_dtype) for key in keys[:2])
+    pools = [random_values(key, shape, case.pool_dtype) for key in keys[: case.heads.num_pools]]
+    k, v = pools if len(pools) == 2 else (pools[0], None)
     scales = (None, None)
     if case.is_quantised:
         largest = QUANTISED[jnp.dtype(case.pool_dtype)]

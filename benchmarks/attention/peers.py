@@ -303,7 +303,7 @@ def _flashinfer(case: Case, inputs: Inputs) -> Variants:
         raise PeerUnavailable("flashinfer is not installed") from error
     if case.chunk or case.is_quantised:
         raise PeerUnavailable("only decoding over unquantised pools is measured")
-    num_heads, num_kv_heads, head_dim = case.heads
+    num_heads, num_kv_heads, head_dim, _ = case.heads
     counts = -(-case.lengths // case.block_size)
     tables = np.asarray(inputs.block_tables)
     indices = np.concatenate([row[:n] for row, n in zip(tables, counts, strict=True)])

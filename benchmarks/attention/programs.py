@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.attention.cases import Inputs
@@ -130,8 +131,13 @@ class TorchCall(NamedTuple):
         )
 
 
-def our_call(inputs: Inputs, backend: str | None = None) -> JaxCall:
-    """Return a call of the public op, for decode or for a chunk, on one of its backends."""
+def our_call(
+    inputs: Inputs, backend: str | None = None, *, value_dim: int | None = None
+) -> JaxCall:
+    """Return a call of the public op, for decode or for a chunk, on one of its backends.
+
+    `value_dim` is the number of elements of a value in latent attention, or None.
+    """
 
     def op(q: jax.Array, layer: Any, inputs: Inputs) -> jax.Array:
         pools = inputs.pools
@@ -142,12 +148,22 @@ def our_call(inputs: Inputs, backend: str | None = None) -> JaxCall:
             "k_scale": pools.k_scale,
             "v_scale": pools.v_scale,
             "backend": backend,
+            "value_dim": value_dim,
         }
         if inputs.query_lens is None:
-            return paged_attention(*arguments, **options)
-        return paged_prefill_attention(*arguments, inputs.query_lens, **options)
+            return pad_to_queries(paged_attention(*arguments, **options), q)
+        return pad_to_queries(paged_prefill_attention(*arguments, inputs.query_lens, **options), q)
 
     return JaxCall(op, inputs)
+
+
+def pad_to_queries(out: jax.Array, q: jax.Array) -> jax.Array:
+    """Pad the output of latent attention with zeros to the size of the queries.
+
+    In a timed program, the output of a call is the queries of the next call.
+    """
+    missing = q.shape[-1] - out.shape[-1]
+    return jnp.pad(out, [(0, 0)] * (out.ndim - 1) + [(0, missing)]) if missing else out
 
 
 def expected_result(inputs: Inputs) -> jax.Array:

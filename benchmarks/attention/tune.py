@@ -100,7 +100,7 @@ def make_jobs(
     for dtype, block_size, op, model in itertools.product(pool_dtypes, block_sizes, ops, models):
         sizes, chunk = (_DECODED, 0) if op == "decode" else (_CHUNKS, CHUNK)
         cases = tuple(Case(model, b, n, block_size, dtype, ragged, chunk) for b, n, ragged in sizes)
-        num_heads, num_kv_heads, head_dim = MODELS[model]
+        num_heads, num_kv_heads, head_dim, _ = MODELS[model]
         group = num_heads // num_kv_heads
         shape = CallShape(head_dim, group, block_size, cases[0].q_dtype, dtype)
         jobs.setdefault((op, shape), Job(op, shape, cases))

@@ -24,7 +24,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import jax.numpy as jnp
 
-from benchmarks.attention.cases import MODELS, POOL_DTYPES
+from benchmarks.attention.cases import LATENT_MODELS, MODELS, POOL_DTYPES
 from benchmarks.attention.programs import (
     TOLERANCE,
     JaxCall,
@@ -38,6 +38,7 @@ from benchmarks.attention.programs import (
 from benchmarks.common.device_time import Rates, measure_rates, take_turns
 from benchmarks.common.environment import environment, write_json
 from benchmarks.gpu.cases import (
+    DEFAULT_MODELS,
     UPDATES,
     OpCase,
     attention_cases,
@@ -189,12 +190,7 @@ def record_line(record: dict[str, Any]) -> str:
 
 
 def _choose_cases(options: argparse.Namespace) -> list[OpCase]:
-    cases = [
-        case
-        for make in (attention_cases, update_cases)
-        for model in options.models
-        for case in make(model)
-    ]
+    cases = [*attention_cases(options.models), *update_cases(options.models)]
     chosen = [
         case for case in cases if case.op in options.ops and case.pool_dtype in options.dtypes
     ]
@@ -205,7 +201,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Time all ops on each backend for GPUs.")
     ops: Iterable[str] = get_args(Op)
     parser.add_argument("--ops", nargs="+", choices=ops, default=list(ops))
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["Llama-3 8B"])
+    models = [*MODELS, *LATENT_MODELS]
+    parser.add_argument("--models", nargs="+", choices=models, default=list(DEFAULT_MODELS))
     parser.add_argument("--dtypes", nargs="+", choices=POOL_DTYPES, default=list(POOL_DTYPES))
     parser.add_argument("--budget", type=float, default=240, metavar="SECONDS", help="default: 240")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each kernel; default: 5")

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.attention.cases import (
-    MODELS,
+    LATENT_MODELS,
     POOL_DTYPES,
     Case,
     Heads,
@@ -20,7 +20,7 @@ from benchmarks.attention.cases import (
     random_values,
 )
 from benchmarks.attention.peers import KNOWN, Variants
-from benchmarks.attention.programs import JaxCall, our_call
+from benchmarks.attention.programs import JaxCall, our_call, pad_to_queries
 from paged_jax.kernels import (
     copy_blocks,
     paged_rope_write,
@@ -33,6 +33,9 @@ from paged_jax.kernels.pool_format import QUANTISED, query_dtype
 
 UPDATES: tuple[Op, ...] = ("write", "rope_write", "copy_blocks")
 """Ops that change the pools."""
+
+DEFAULT_MODELS = ("Llama-3 8B", "DeepSeek-V2-Lite")
+"""Models whose calls are timed by default."""
 
 # Name and time of JAX's own op. JAX has none for the other ops.
 JAX_OP = "jax pallas"
@@ -57,7 +60,7 @@ class OpCase:
         sequences has a chunk, and the others have a single token.
       pool_dtype: name of the dtype of the pools.
       is_ragged: whether the lengths of the sequences of a decode differ.
-      model: a key of `MODELS`.
+      model: a key of `MODELS` or `LATENT_MODELS`.
       block_size: number of tokens in a block.
     """
 
@@ -80,18 +83,19 @@ class OpCase:
     @property
     def heads(self) -> Heads:
         """Attention heads of the model."""
-        return MODELS[self.model]
+        return self.attention.heads
 
     @property
     def key(self) -> CallShape:
         """The key of the call in the table of defaults."""
-        num_heads, num_kv_heads, head_dim = self.heads
+        num_heads, num_kv_heads, head_dim, value_dim = self.heads
         has_queries = self.op in (*ATTENTION, "rope_write")
         group = num_heads // num_kv_heads if has_queries else 0
         q_dtype = query_dtype(self.pool_dtype).name if self.op in ATTENTION else _NEW_DTYPE
         if self.op == "copy_blocks":
             q_dtype = self.pool_dtype
-        return CallShape(head_dim, group, self.block_size, q_dtype, self.pool_dtype)
+        dtypes = (q_dtype, self.pool_dtype)
+        return CallShape(head_dim, group, self.block_size, *dtypes, value_dim or 0)
 
     @property
     def attention(self) -> Case:
@@ -118,12 +122,12 @@ class OpCase:
     @property
     def num_bytes(self) -> int:
         """Bytes that a call must move."""
-        num_heads, num_kv_heads, head_dim = self.heads
+        num_heads, num_kv_heads, head_dim, _ = self.heads
         if self.op in ("decode", "prefill"):
             return self.attention.num_bytes
         num_tokens = int(self.query_lens.sum())
         if self.op == "ragged":
-            queries = 2 * num_tokens * num_heads * head_dim
+            queries = num_tokens * num_heads * (head_dim + self.heads.output_dim)
             return self.attention.kv_bytes + queries * query_dtype(self.pool_dtype).itemsize
         itemsize = jnp.dtype(self.pool_dtype).itemsize
         scale_bytes = 4 if jnp.dtype(self.pool_dtype) in QUANTISED else 0
@@ -141,7 +145,8 @@ class OpCase:
             return 0
         lengths, chunks = self.attention.lengths.astype(np.int64), self.query_lens
         pairs = chunks * (lengths - chunks) + chunks * (chunks + 1) // 2
-        return 4 * self.heads.num_heads * self.heads.head_dim * int(pairs.sum())
+        elements = self.heads.head_dim + self.heads.output_dim
+        return 2 * self.heads.num_heads * elements * int(pairs.sum())
 
 
 class OpInputs(NamedTuple):
@@ -166,16 +171,17 @@ def make_op_inputs(case: OpCase) -> OpInputs:
         return _update_inputs(case)
     inputs = make_inputs(case.attention)
     others: dict[str, Variants] = {}
-    if case.op == "decode" and jax.devices()[0].platform == "gpu":
+    value_dim = case.heads.value_dim
+    if case.op == "decode" and jax.devices()[0].platform == "gpu" and value_dim is None:
         others[JAX_OP] = KNOWN[JAX_OP].make(case.attention, inputs)
-    return OpInputs(inputs.q, functools.partial(our_call, inputs), others)
+    return OpInputs(inputs.q, functools.partial(our_call, inputs, value_dim=value_dim), others)
 
 
 def _ragged_inputs(case: OpCase) -> OpInputs:
-    num_heads, num_kv_heads, head_dim = case.heads
+    num_heads, num_kv_heads, head_dim, value_dim = case.heads
     tables = _make_tables(case)
     keys = jax.random.split(jax.random.key(0), 2)
-    shape = (tables.size, case.block_size, 2 * num_kv_heads, head_dim)
+    shape = (tables.size, case.block_size, case.heads.num_pools * num_kv_heads, head_dim)
     starts = np.pad(np.cumsum(case.query_lens, dtype=np.int32), (1, 0))
     q = random_values(keys[0], (int(starts[-1]), num_heads, head_dim), case.key.q_dtype)
     arrays = (
@@ -186,11 +192,13 @@ def _ragged_inputs(case: OpCase) -> OpInputs:
     # Pages have a single factor, so that keys and values are in -1..1.
     unit = 1 / QUANTISED.get(jnp.dtype(case.pool_dtype), 1.0)
     options: dict[str, Any] = {"sm_scale": head_dim**-0.5, "k_scale": unit, "v_scale": unit}
+    options["value_dim"] = value_dim
 
     def call(backend: str | None) -> JaxCall:
         def op(q: jax.Array, layer: Any, arrays: Any) -> jax.Array:
             del layer
-            return ragged_paged_attention(q, *arrays, backend=backend, **options)
+            out = ragged_paged_attention(q, *arrays, backend=backend, **options)
+            return pad_to_queries(out, q)
 
         return JaxCall(op, arrays)
 
@@ -198,7 +206,7 @@ def _ragged_inputs(case: OpCase) -> OpInputs:
 
 
 def _update_inputs(case: OpCase) -> OpInputs:
-    num_heads, num_kv_heads, head_dim = case.heads
+    num_heads, num_kv_heads, head_dim, _ = case.heads
     tables, chunk = _make_tables(case), case.chunk
     keys = jax.random.split(jax.random.key(0), 8)
     num_tokens = case.batch * chunk
@@ -261,7 +269,7 @@ def _make_tables(case: OpCase) -> np.ndarray:
 
 
 def _make_pools(case: OpCase, keys: Any, num_blocks: int) -> Pools:
-    _, num_kv_heads, head_dim = case.heads
+    _, num_kv_heads, head_dim, _ = case.heads
     shape = (case.num_layers, num_blocks, num_kv_heads, case.block_size, head_dim)
     k, v = (random_values(key, shape, case.pool_dtype) for key in keys[:2])
     if not case.attention.is_quantised:
@@ -269,8 +277,8 @@ def _make_pools(case: OpCase, keys: Any, num_blocks: int) -> Pools:
     return Pools(k, v, *(random_values(key, shape[:-1], "float32") for key in keys[2:]))
 
 
-def attention_cases(model: str = "Llama-3 8B") -> list[OpCase]:
-    """Return the cases of the attention ops: one of each op and dtype first."""
+def attention_cases(models: Sequence[str] = DEFAULT_MODELS) -> list[OpCase]:
+    """Return the cases of the attention ops: one of each op and dtype of each model first."""
     decode = OpCase("decode", 64, 8192)
     prefill = OpCase("prefill", 1, 2048, 2048)
     rows = [
@@ -281,11 +289,14 @@ def attention_cases(model: str = "Llama-3 8B") -> list[OpCase]:
             OpCase("prefill", 4, 8192, 2048),
         ],
     ]
-    return _in_all_dtypes(rows, model)
+    return _in_all_dtypes(rows, models)
 
 
-def update_cases(model: str = "Llama-3 8B") -> list[OpCase]:
-    """Return the cases of the other ops: new tokens of decode steps and of a prompt, and copies."""
+def update_cases(models: Sequence[str] = DEFAULT_MODELS) -> list[OpCase]:
+    """Return the cases of the other ops: new tokens of decode steps and of a prompt, and copies.
+
+    Models with latent attention are left out.
+    """
     rows = [
         [OpCase("write", 64, 128), OpCase("rope_write", 64, 128), OpCase("copy_blocks", 64, 32)],
         [
@@ -294,23 +305,31 @@ def update_cases(model: str = "Llama-3 8B") -> list[OpCase]:
             OpCase("copy_blocks", 8, 32),
         ],
     ]
-    return _in_all_dtypes(rows, model)
+    return _in_all_dtypes(rows, [model for model in models if model not in LATENT_MODELS])
 
 
-def _in_all_dtypes(rows: list[list[OpCase]], model: str) -> list[OpCase]:
+def _in_all_dtypes(rows: list[list[OpCase]], models: Sequence[str]) -> list[OpCase]:
+    """Return cases of all models and dtypes of pools; only bfloat16 in latent attention."""
     return [
         dataclasses.replace(case, pool_dtype=dtype, model=model)
-        for row in rows
+        for row, model in itertools.product(rows, models)
         for case, dtype in itertools.product(row, POOL_DTYPES)
+        if model not in LATENT_MODELS or dtype == "bfloat16"
     ]
 
 
 def quick_op_cases(cases: list[OpCase]) -> list[OpCase]:
-    """Return a small case of each op and dtype, for a run of seconds."""
-    first: dict[tuple[str, str], OpCase] = {}
+    """Return a small case of each op and dtype, and of latent attention, for a run of seconds."""
+    first: dict[tuple[str, str, bool], OpCase] = {}
     for case in cases:
-        first.setdefault((case.op, case.pool_dtype), case)
+        first.setdefault((case.op, case.pool_dtype, case.model in LATENT_MODELS), case)
     return [
-        dataclasses.replace(case, model="TinyLlama", batch=2, context=64, chunk=min(case.chunk, 24))
-        for case in first.values()
+        dataclasses.replace(
+            case,
+            model=case.model if is_latent else "TinyLlama",
+            batch=2,
+            context=64,
+            chunk=min(case.chunk, 24),
+        )
+        for (_, _, is_latent), case in first.items()
     ]

@@ -1,5 +1,6 @@
 """Tests of the benchmark that times all ops on each backend for GPUs."""
 
+import dataclasses
 import itertools
 import json
 from typing import get_args
@@ -62,6 +63,12 @@ def test_case_counts_bytes_and_flops() -> None:
     assert write.num_bytes == 64 * 2 * 8 * (128 * 4 + 128 + 4) and write.flops == 0
     rope = OpCase("rope_write", 1, 64, 64)
     assert rope.num_bytes == 64 * (16 * 128 * 2 + 48 * 128 * 4)
+    latent = OpCase("prefill", 1, 256, 128, model="DeepSeek-V2-Lite")
+    # Keys of 576 elements, and outputs of 512; query i sees 129 + i tokens.
+    assert latent.flops == 2 * 16 * (576 + 512) * sum(range(129, 257))
+    assert latent.num_bytes == 256 * 576 * 2 + 128 * 16 * (576 + 512) * 2
+    latent = dataclasses.replace(latent, op="ragged", batch=16)
+    assert latent.num_bytes == 16 * 256 * 576 * 2 + (128 + 15) * 16 * (576 + 512) * 2
     copy = OpCase("copy_blocks", 8, 32)
     assert copy.num_bytes == 2 * 8 * copy.num_layers * 16 * 16 * 128 * 2
 
@@ -69,7 +76,7 @@ def test_case_counts_bytes_and_flops() -> None:
 @pytest.mark.skipif(
     launch.refusal(interpret=True) is not None, reason="this jax is too old for Mosaic GPU"
 )
-@pytest.mark.parametrize("case", small_cases(), ids=lambda case: f"{case.op}-{case.pool_dtype}")
+@pytest.mark.parametrize("case", small_cases(), ids=lambda case: f"{case.op}-{case.key}")
 def test_both_backends_are_lowered_for_a_gpu_with_the_same_inputs(case) -> None:
     inputs = make_op_inputs(case)
     for backend, text in (("triton", "gpu.triton"), ("mosaic_gpu", "mosaic_gpu")):
@@ -81,7 +88,7 @@ def test_both_backends_are_lowered_for_a_gpu_with_the_same_inputs(case) -> None:
         assert text in program, backend
 
 
-@pytest.mark.parametrize("case", small_cases(), ids=lambda case: f"{case.op}-{case.pool_dtype}")
+@pytest.mark.parametrize("case", small_cases(), ids=lambda case: f"{case.op}-{case.key}")
 def test_key_of_a_case_is_the_key_of_its_call(case, monkeypatch) -> None:
     problems, build = [], dispatch.Dispatch.__post_init__
 
@@ -126,7 +133,7 @@ def wrong_op(start, layer, arrays):
 @pytest.mark.parametrize("op", ["ragged", "write"])
 def test_measure_drops_a_wrong_result(op, monkeypatch) -> None:
     """Also if only few elements of a pool are wrong."""
-    [case] = [case for case in small_cases() if (case.op, case.pool_dtype) == (op, "bfloat16")]
+    case = next(x for x in small_cases() if (x.op, x.pool_dtype) == (op, "bfloat16"))
     inputs = make_op_inputs(case)
 
     def call(backend):
@@ -166,6 +173,8 @@ def test_run_records_cases_without_times(tmp_path, monkeypatch, capsys) -> None:
 
 
 def test_only_decode_has_an_op_of_jax(monkeypatch) -> None:
+    """And not for latent attention."""
+
     class Gpu:
         platform = "gpu"
 
@@ -175,7 +184,8 @@ def test_only_decode_has_an_op_of_jax(monkeypatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda: [Gpu()])
     for case in small_cases():
         others = make_op_inputs(case).others
-        assert list(others) == ([cases.JAX_OP] if case.op == "decode" else [])
+        is_known = case.op == "decode" and case.model == "TinyLlama"
+        assert list(others) == ([cases.JAX_OP] if is_known else [])
     assert len(made) == len(POOL_DTYPES)
 
 
@@ -185,8 +195,7 @@ def test_quick_run_measures_all_ops(tmp_path) -> None:
     arguments = ["--quick", "--rounds", "1", "--dtypes", "bfloat16", "--json", str(path)]
     assert backends.main(arguments) == 0
     report = json.loads(path.read_text())
-    assert [record["op"] for record in report["results"]] == list(
-        dict.fromkeys(case.op for case in CASES)
-    )
+    expected = [case.op for case in small_cases() if case.pool_dtype == "bfloat16"]
+    assert [record["op"] for record in report["results"]] == expected
     assert all(record["us"] for record in report["results"])
     assert report["accelerator"] is None
