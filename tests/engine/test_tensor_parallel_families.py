@@ -1,7 +1,8 @@
 """Engines of model families on two devices, compared with transformers on small random weights.
 
-The families have all kinds of layers and groups. All engines run in a single process, because a
-process takes seconds to start.
+The families have all kinds of layers and groups, except soft caps and a window in all layers. With
+such a window, sequences stop taking blocks, and none would be preempted. All engines run in a
+single process, because a process takes seconds to start.
 """
 
 import json
@@ -25,6 +26,12 @@ ENGINES = {
     "nemotron_h": ("recompute", 0),  # layers with only an MLP, or only Mamba-2
     "llama4": ("swap", 0),  # attention to chunks, experts with weighted inputs
     "gemma3n": ("recompute", 0),  # windows, shared keys and values, streams, sparse gates
+    "gemma4 with experts": ("swap", NUM_DRAFTS),  # other heads in some layers, keys as values
+    "gpt_oss": ("recompute", NUM_DRAFTS),  # sinks, experts with biases
+    "deepseek_v3": ("swap", NUM_DRAFTS),  # latent queries, rotated latents, dense layers
+    "granitemoehybrid": ("swap", 0),  # Mamba-2 with a group of heads on both devices
+    "olmo_hybrid": ("recompute", 0),  # norms over all heads, norms after attention
+    "cohere2": ("swap", 0),  # attention and MLP in parallel, with one sum over devices
 }
 _PROGRAM = """
 import json
