@@ -212,7 +212,7 @@ def test_errors_are_a_single_line(tmp_path) -> None:
         (("--port", "70000"), "--port", 1),
         (("--drain-timeout", "nan"), "--drain-timeout", 1),
         (("--api-key", ""), "--api-key", 1),
-        (("--api-key", "key "), "no blanks", 1),
+        (("--api-key", "key "), "without spaces at the start", 1),
         (("--api-key", "k", "--admin-key", "a\nb"), "printable", 1),
         (("--served-model-name", ""), "--served-model-name must not be empty", 1),
         (("--root-path", "llm"), "--root-path must be a path .* got llm", 1),
