@@ -273,7 +273,7 @@ class ChangeGuard:
             self._is_broken = False
 
     def recover(self) -> None:
-        """Call `restart`. If it is interrupted, the next change calls `recover` again."""
+        """Call `restart`. If it is interrupted, the next call of `change` repeats it."""
         self._is_broken = True
         self._restart()
         self._is_broken = False

@@ -272,10 +272,10 @@ def _why_not(backend: Backend, problem: Problem) -> str | None:
 
 
 def _in_order(problem: Problem, platform: str) -> list[tuple[str, Backend, str | None]]:
-    """Return the name, object and preference of each backend for a platform, in order of choice.
+    """Return ``(name, backend, reason)`` for each backend of a platform, first choice first.
 
-    Backends that are compared by measurements have a method `preference`. It returns why the
-    backend is preferred to others for the call, or None if it is not preferred.
+    The reason is what the backend's method `preference` returns: why measurements prefer it for
+    this call, or None. It is also None for backends without this method.
     """
     found: list[tuple[str, Backend, str | None]] = []
     for name, backend in BACKENDS.items():

@@ -70,7 +70,7 @@ class Mixer:
         return shapes
 
     def _shapes(self, hidden_size: int) -> Mapping[str, Shape]:
-        """Return the shape of each parameter by name, without biases of matrices."""
+        """Return the shape of each parameter by name. Biases of the matrices are not included."""
         raise NotImplementedError
 
     @property
@@ -327,7 +327,7 @@ class Mamba2(Mixer):
 
     @property
     def heads(self) -> tuple[int, int, int, int]:
-        """Number of groups (K), heads per group (G), and sizes of b (D) and of an input (U)."""
+        """Number of groups (K), heads per group (G), elements of b and c (D), and of a head (U)."""
         K = self.num_groups
         return K, self.num_heads // K, self.state_dim, self.head_dim
 

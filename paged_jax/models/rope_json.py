@@ -49,7 +49,7 @@ def read_rope(
 
 
 def write_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the entries about rotary embeddings, for `read_rope` and transformers."""
+    """Return the entries of `config.json` about rotary embeddings; `read_rope` reads them."""
     if family.rope_layers == "none":
         return {}
     if family.rope_layers == "with a base" and fields["rope_layers"]:

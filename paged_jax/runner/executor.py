@@ -126,8 +126,8 @@ class Executor:
         # allocated.
         self._compiles_without_state = self._device.platform == "gpu"
         self._call_thread = CallThread()
-        # Future of the calls that the last `queue_ahead` passed to the `CallThread`; None if all of
-        # these calls are known to have returned.
+        # Future of the calls that the `CallThread` makes for the most recent `queue_ahead`; None if
+        # they are known to have returned.
         self._ahead: concurrent.futures.Future[Any] | None = None
         # The latest result that contains `free_blocks`, or None if a later program may have changed
         # the free blocks.

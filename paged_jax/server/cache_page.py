@@ -74,7 +74,7 @@ def _page_file(name: str) -> Response:
 
 
 async def _state(service: Service, request: Request) -> Response:
-    """Return the `CacheMap`, and the cache events with numbers above the query field `since`."""
+    """Return the `CacheMap`, and the cache events whose number exceeds the query field `since`."""
     since = request.query_params.get("since", "0")
     if not _is_number(since):
         raise ApiError(400, "since must be the number of an event.", param="since")

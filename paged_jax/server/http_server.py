@@ -75,7 +75,8 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal: start to drain after the first, stop after the second."""
-        # uvicorn's own handler would kill the process at the second signal, without last events.
+        # uvicorn's own handler would kill the process at the second signal, before streams get
+        # their final events.
         service = self._startup.service
         if service is None:
             self._stop_listening()

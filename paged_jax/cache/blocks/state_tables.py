@@ -214,7 +214,9 @@ def plan_states(
 def plan_marks(
     tables: StateTables, is_writer: jax.Array, lengths: jax.Array, most: int | jax.Array
 ) -> StateTables:
-    """Choose the slots whose state the next program saves as a new mark.
+    """Choose the slots whose recurrent state the next program saves as a mark.
+
+    A mark is a saved state that the prefix cache can find.
 
     The result is stored in `spares` and `turns`, see `StateTables`. Call this function after
     `reserve_states`. See `plan_states` for the arguments.

@@ -435,8 +435,8 @@ class Cpu:
 class CpuInt8:
     """The backend ``"cpu_int8"``, whose matmuls round inputs to int8.
 
-    Only matmuls by weights with a code in `_INT8_CODES` do so. Other ops are the same as in
-    ``"cpu"``. Attention is not implemented, and runs on the best backend instead.
+    Inputs are rounded only if the weights have one of the formats in `_INT8_CODES`. Other ops are
+    the same as in ``"cpu"``. This backend has no attention; another backend runs it.
     """
 
     platform: ClassVar[str | None] = "cpu"

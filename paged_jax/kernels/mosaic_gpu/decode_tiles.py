@@ -318,7 +318,7 @@ class TileCopies(NamedTuple):
         return self.load_blocks(step + stages)
 
     def start(self, step: jax.Array, blocks: list[jax.Array]) -> None:
-        """Start the copies of a loop step, unless it is after the last step of the part."""
+        """Start to copy the blocks of loop step `step`, unless the part has no such step."""
         slot, layer = self.slot(step), self.inputs.layer[0]
         turns = list(enumerate(zip(self._tokens(step), blocks, strict=True)))
 

@@ -264,9 +264,9 @@ def _gather_scales(
 ) -> jax.Array:
     """Gather the scales of each sequence, f32 ``[B, K, M * C]``, before the kernel runs.
 
-    The last dimension is padded to a multiple of a key tile. The kernel cannot copy the scales of a
-    block to the lanes of its tokens: a copy must start at a multiple of 128 lanes, and a block
-    usually has fewer tokens.
+    The last dimension is padded to a multiple of a key tile. The kernel cannot gather the scales
+    itself. It would copy the scales of each block to the lanes of the block's tokens. But a copy
+    must start at a multiple of 128 lanes, and a block usually has fewer than 128 tokens.
     """
     _, P, K, C = scale.shape
     B, M = block_tables.shape

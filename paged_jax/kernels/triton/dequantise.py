@@ -226,7 +226,7 @@ def as_bytes(values: jax.Array) -> jax.Array:
 
 
 def _spread(groups: jax.Array, format: TileFormat) -> jax.Array:
-    """Repeat the number of each group for its columns: ``[N, groups]`` to ``[N, columns]``."""
+    """Repeat each group's scale or minimum for its columns: ``[N, groups]`` to ``[N, columns]``."""
     N, count = groups.shape
     if count == 1:
         return jnp.broadcast_to(groups, (N, format.columns))

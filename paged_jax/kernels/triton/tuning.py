@@ -158,9 +158,9 @@ def _decode_rule(shape: CallShape) -> DecodeParams:
     max_tokens = 128 if _lanes(shape) >= 64 else 64
     step_tokens = _STEP_BYTES // token_bytes(shape)
     if is_quantised(shape.pool_dtype) and not _is_exact(shape) and shape.group <= 8:
-        # Shared memory holds elements in the dtype of the pool. They take at most half of the bytes
-        # that `token_bytes` counts, so a step can have twice as many tokens. Large groups are
-        # excluded, because they need the registers that longer steps would take.
+        # Double the tokens of a step. Shared memory holds elements in the dtype of the pool, which
+        # take at most half of the bytes that `token_bytes` counts. Large groups are excluded,
+        # because they leave too few registers for longer steps.
         step_tokens *= 2
     step_tokens = min(max(step_tokens, 16), max_tokens)
     # Use 8 warps for float32, because the operands of float32 matmuls are in registers, and 8 warps

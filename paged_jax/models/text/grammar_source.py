@@ -18,8 +18,8 @@ MANY_LABELS = 1000
 _LABELS = re.compile(r'"(enum|anyOf|oneOf)"\s*:\s*(?=\[)')
 # Keys that a label in a union may have, as in {"const": "a", "title": "The first"}.
 _LABEL_KEYS = {"const", "type", "title", "description"}
-# Limit on the work for unions without labels: the number of characters that are parsed in them, as
-# a multiple of the length of the text.
+# Limit on the work for unions without labels, whose alternatives must all be parsed: the number of
+# characters that are parsed for alternatives, as a multiple of the length of the text.
 _MAX_WASTE = 8
 # Characters that JSON escapes.
 _ESCAPED = re.compile(r'["\\\x00-\x1f\x7f]')

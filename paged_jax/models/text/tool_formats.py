@@ -332,7 +332,7 @@ def _with_affixes(format: ToolFormat, gap: str | None, before: str) -> ToolForma
 
 
 def _with_ids(format: ToolFormat) -> ToolFormat:
-    """Replace tool-call ids and indices of calls in a format's texts by placeholders."""
+    """Replace the ids and indices of calls by placeholders, in all texts of `format`."""
     texts = {
         name: value.replace(_PROBE_ID, ID) for name, value in vars(format).items()
         if isinstance(value, str)
