@@ -292,6 +292,7 @@ def _source() -> str | None:
             # Use the inode change time, because tools that copy files may set an old modification
             # time.
             if path.stat().st_ctime > _IMPORTED:
+                _logger.info("Programs are not stored, because %s was just changed.", path)
                 return None
             content = hashlib.sha256(path.read_bytes()).hexdigest()
             digest.update(f"{path.relative_to(_PACKAGE)} {content}\n".encode())

@@ -235,13 +235,18 @@ def test_key_depends_on_the_source_of_the_package(executor, tmp_path, monkeypatc
     assert len(set(found)) == len(found)
 
 
-def test_resolve_stores_nothing_if_the_source_is_newer(executor, folder, monkeypatch) -> None:
+def test_resolve_stores_nothing_if_the_source_is_newer(
+    executor, folder, monkeypatch, caplog
+) -> None:
     newest = max(path.stat().st_ctime for path in stored_programs._PACKAGE.rglob("*.py"))
     monkeypatch.setattr(stored_programs, "_IMPORTED", newest - 1)
     stored_programs._source.cache_clear()
     call = release(executor)
-    assert resolve(executor, call) is call
+    with caplog.at_level(logging.INFO, "paged_jax"):
+        assert resolve(executor, call) is call
     assert not list(folder.glob("*"))
+    [record] = caplog.records
+    assert "Programs are not stored, because " in record.getMessage()
 
 
 class Outside(Llama):
