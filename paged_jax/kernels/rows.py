@@ -115,28 +115,31 @@ def _take_rows_as_bits(matrix: jax.Array, rows: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(_take_rows_as_is(bits, rows), matrix.dtype)
 
 
-# Number of vectors that `_take_vectors` reads in an iteration of its loop.
+# Maximum number of states that `_take_slices` reads in an iteration of its loop.
 _SLICES = 8
+# Number of lanes of a TPU vector register.
+_TPU_LANES = 128
 
 
-def _take_vectors(pool: jax.Array, layer: jax.Array, entries: jax.Array) -> jax.Array:
-    """Return vectors ``[B, N]`` of a layer of a pool ``[L, P, N]``, for TPUs.
+def _take_slices(pool: jax.Array, layer: jax.Array, entries: jax.Array) -> jax.Array:
+    """Do the same as `_take_entries`, one slice of the pool at a time, for TPUs.
 
-    Each vector is read by a separate slice. With a gather from the pool, XLA would first copy half
-    of a layer. Reshaping the pool to ``L * P`` rows would copy the pool, unless P is a multiple of
-    the number of rows of a TPU tile.
+    A gather of vectors would first copy half of a layer, and their reshape to ``L * P`` rows would
+    copy the pool, unless P is a multiple of the number of rows of a TPU tile. For a gather of
+    states with rows of more than 128 lanes, XLA would first split the pool along its lanes.
     """
-    B = entries.shape[0]
-    index = jnp.pad(entries, (0, -B % _SLICES)).reshape(-1, _SLICES)
+    B, shape = entries.shape[0], pool.shape[2:]
+    count = min(B, _SLICES)
+    index = jnp.pad(entries, (0, -B % count)).reshape(-1, count)
 
     def take(some: jax.Array) -> jax.Array:
         slices = [
-            lax.dynamic_slice(pool, (layer, some[i], 0), (1, 1, pool.shape[2]))
-            for i in range(_SLICES)
+            lax.dynamic_slice(pool, (layer, some[i], *[0] * len(shape)), (1, 1, *shape))
+            for i in range(count)
         ]
         return jnp.concatenate(slices, axis=1)[0]
 
-    return lax.map(take, index).reshape(-1, pool.shape[2])[:B]
+    return lax.map(take, index).reshape(-1, *shape)[:B]
 
 
 def _take_entries(pool: jax.Array, layer: jax.Array, entries: jax.Array) -> jax.Array:
@@ -146,10 +149,8 @@ def _take_entries(pool: jax.Array, layer: jax.Array, entries: jax.Array) -> jax.
 
 
 @without_index_checks
-def _set_vectors(
-    pool: jax.Array, layer: jax.Array, entries: jax.Array, new: jax.Array
-) -> jax.Array:
-    """Do the same as `_set_entries` for a pool of vectors on TPUs, see `_take_vectors`."""
+def _set_slices(pool: jax.Array, layer: jax.Array, entries: jax.Array, new: jax.Array) -> jax.Array:
+    """Do the same as `_set_entries` without a reshape of the pool, for TPUs."""
     return pool.at[layer, entries].set(new, mode="drop", unique_indices=True)
 
 
@@ -178,7 +179,7 @@ def take_states(rows: StateRows, shape: tuple[int, ...] | None = None) -> jax.Ar
     """
     P, *padded = rows.pool.shape[1:]
     is_held = (rows.sources >= 0) & (rows.sources < P)
-    take = _by_platform(_take_entries, _take_vectors, rows.pool)
+    take = _by_platform(_take_entries, _take_slices, rows.pool)
     states = take(rows.pool, jnp.asarray(rows.layer), jnp.where(is_held, rows.sources, 0))
     if shape is not None and shape != tuple(padded):
         # Without the barrier, XLA would copy the pool without its padding, and gather from this
@@ -201,18 +202,18 @@ def set_states(rows: StateRows, states: jax.Array) -> jax.Array:
     # The indices must be distinct, so each dropped row gets its own index past the end.
     index = P + jnp.arange(rows.num_rows, dtype=jnp.int32)
     index = jnp.where(is_kept, rows.entries, index)
-    put = _by_platform(_set_entries, _set_vectors, rows.pool)
+    put = _by_platform(_set_entries, _set_slices, rows.pool)
     return put(rows.pool, jnp.asarray(rows.layer), index, states.astype(rows.pool.dtype))
 
 
 def _by_platform(
-    general: Callable[..., jax.Array], of_vectors: Callable[..., jax.Array], pool: jax.Array
+    general: Callable[..., jax.Array], of_slices: Callable[..., jax.Array], pool: jax.Array
 ) -> Callable[..., jax.Array]:
-    """Return a function that calls `general`, or `of_vectors` if states are vectors on a TPU."""
-    if pool.ndim != 3:
+    """Return a function that calls `general`, or on TPUs `of_slices` for some shapes of states."""
+    if pool.ndim > 3 and pool.shape[-1] <= _TPU_LANES:
         return general
 
     def choose(*args: jax.Array) -> jax.Array:
-        return lax.platform_dependent(*args, tpu=of_vectors, default=general)
+        return lax.platform_dependent(*args, tpu=of_slices, default=general)
 
     return choose

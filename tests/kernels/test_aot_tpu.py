@@ -22,6 +22,7 @@ from tests.support.aot_cases import (
     TPU_STATES,
     TPU_STEPS,
     TPU_UPDATES,
+    WIDE_STATES,
     asked_for,
     compiled,
     exactly,
@@ -101,6 +102,18 @@ def test_states_are_advanced_in_place_on_tpu(results, name) -> None:
     batch_bytes = case.B * entry_bytes if case.op == "convolution" else 0
     assert program["temporary_bytes"] < 0.01 * case.pool_bytes + batch_bytes
     assert program["kernels"] == (case.op != "convolution")
+
+
+@pytest.mark.parametrize("name", WIDE_STATES)
+def test_xla_reads_states_of_more_than_128_lanes_without_copies_of_their_pool(
+    results, name
+) -> None:
+    """Prompts read states in this way with any backend. Temporaries are states of the batch."""
+    program, case = compiled(results, name), WIDE_STATES[name]
+    assert program["kernels"] == 0
+    assert program["aliased_bytes"] == case.pool_bytes
+    batch_bytes = case.B * case.pool_bytes // (case.L * case.P)
+    assert program["temporary_bytes"] < 0.01 * case.pool_bytes + 3 * batch_bytes
 
 
 @pytest.mark.parametrize("name", EXPERTS)

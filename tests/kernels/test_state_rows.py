@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from paged_jax.kernels import dispatch, recurrent
+from paged_jax.kernels import rows as row_access
 from paged_jax.kernels.backend import StateRows
 from paged_jax.kernels.mosaic_tpu import MosaicTpu
 from paged_jax.kernels.pool_format import padded_state_shape
@@ -217,3 +218,19 @@ def test_rows_of_a_pool_are_read_and_written_by_their_ids() -> None:
     assert written.tolist() == pool.at[1, 0].set(-1).tolist()
     rows = dataclasses.replace(rows, layer=0)
     assert take_states(rows).tolist() == [[4, 5], [0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 3, 4)])
+@pytest.mark.parametrize("count", [1, 3, 8, 11])
+def test_slices_of_a_pool_equal_gathered_states(shape, count) -> None:
+    """TPUs read slices. Entries past the end are not written."""
+    pool = np.random.default_rng(count).normal(size=(L, 12, *shape)).astype(np.float32)
+    entries = np.random.default_rng(count).permutation(13)[:count].astype(np.int32)
+    held = np.minimum(entries, 11)
+    taken = row_access._take_slices(jnp.asarray(pool), jnp.int32(LAYER), jnp.asarray(held))
+    np.testing.assert_array_equal(taken, pool[LAYER, held])
+    new = np.random.default_rng(7).normal(size=(count, *shape)).astype(np.float32)
+    put = row_access._set_slices(*map(jnp.asarray, (pool, np.int32(LAYER), entries, new)))
+    expected = pool.copy()
+    expected[LAYER, entries[entries < 12]] = new[entries < 12]
+    np.testing.assert_array_equal(put, expected)

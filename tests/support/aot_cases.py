@@ -301,6 +301,14 @@ STATES: Mapping[str, StateCase] = {
     "states, convolution": StateCase("convolution", D=4, U=8192, dtype="bfloat16"),
 }
 
+# States of Falcon-H1, with rows of two vector registers.
+WIDE_STATES: Mapping[str, StateCase] = {
+    "states by XLA, 256 lanes": StateCase("state_space", K=1, G=24, D=256, backend="xla"),
+    "states by XLA, 256 lanes, of 8 sequences": StateCase(
+        "state_space", B=8, K=1, G=24, D=256, backend="xla"
+    ),
+}
+
 # gpt-oss, with sizes that are not multiples of 128, Qwen3-30B-A3B, and Mixtral.
 EXPERTS: Mapping[str, ExpertCase] = {
     **{
@@ -594,6 +602,7 @@ TPU_CASES: Mapping[
         **TPU_RAGGED,
         **TPU_UPDATES,
         **STATES,
+        **WIDE_STATES,
         **steps,
         **TPU_PARALLEL[generation],
         **TPU_FAMILIES[generation],

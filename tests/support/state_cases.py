@@ -28,6 +28,7 @@ class StateCase:
       P: entries of the pool.
       by_element: whether elements of a key decay at different rates (delta rule).
       dtype: dtype of the pool.
+      backend: backend of the step; None for that of the platform.
     """
 
     op: Literal["delta", "state_space", "convolution"]
@@ -40,6 +41,7 @@ class StateCase:
     P: int = 96
     by_element: bool = False
     dtype: str = "float32"
+    backend: str | None = None
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -73,7 +75,7 @@ class StateCase:
             arrays = array(B, 1, U), array(U, D, dtype=jnp.bfloat16)
 
         def step(pool, sources, entries, num_tokens, layer, *arrays):
-            rows = StateRows(pool, layer, sources, entries)
+            rows = StateRows(pool, layer, sources, entries, self.backend)
             if self.op == "convolution":
                 x, filters = arrays
                 out, rows = recurrent.causal_convolution(x, rows, filters, None, num_tokens)
