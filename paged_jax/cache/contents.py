@@ -233,7 +233,7 @@ def gather(
 
     Returns:
       `(k, v)`, both [M * C, K, D]: the keys and values of the tokens in the slot, followed by
-      zeros. They are also zeros for tokens whose blocks were freed. Quantised elements are
+      zeros. Tokens in freed blocks also get zeros. Quantised elements are
       multiplied by their scales, in float32. `v` is None with latent attention, where each
       value vector is the beginning of its key vector.
 

@@ -228,8 +228,8 @@ class Engine:
             self.delivery.drop(kept)
             return outputs
         except BaseException:
-            # The step was interrupted. Requests that ended in it are no longer in the request
-            # table, so keep them in `delivery`, from which the next call of `step` returns them.
+            # The step was interrupted, and the request table no longer has the requests that ended
+            # in it. Keep these in `delivery`: the next call of `step` returns them.
             self.delivery.deliver(touched)
             self.delivery.keep(kept)
             raise

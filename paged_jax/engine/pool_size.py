@@ -170,8 +170,8 @@ def _cgroup_limits() -> list[int]:
         if controllers not in ("", "memory"):
             continue
         root, name = _CGROUPS, "memory.max"
-        # If the line names controllers, it is from version 1 of Linux control groups, in which the
-        # limit is in another file.
+        # Only version 1 of Linux control groups names controllers here. It stores the limit in
+        # another file.
         if controllers:
             root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
         path = root / group.lstrip("/")

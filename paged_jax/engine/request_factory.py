@@ -283,7 +283,7 @@ def list_prompts(function: str, prompts: Prompt | Iterable[Prompt]) -> list[Prom
 
     Args:
       function: name of the public function, for errors.
-      prompts: one prompt or several. Integers are the token ids of one prompt.
+      prompts: one prompt or several. A list of integers is a single prompt.
 
     Raises:
       ValueError: `prompts` is neither.

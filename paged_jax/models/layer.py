@@ -122,8 +122,8 @@ class Layer(nnx.Module):
         residual_deviation = deviation / (2 * config.num_hidden_layers) ** 0.5
 
         def add(name: str, *shape: int) -> None:
-            own = residual_deviation if name in _OUTPUTS else deviation
-            add_matrix(self, name, random_matrix(rngs, shape, dtype, own), formats[name])
+            spread = residual_deviation if name in _OUTPUTS else deviation
+            add_matrix(self, name, random_matrix(rngs, shape, dtype, spread), formats[name])
 
         def add_norm(name: str, *shape: int) -> None:
             setattr(self, name, nnx.Param(initial_norm_weight(config, shape, dtype)))
