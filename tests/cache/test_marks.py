@@ -18,6 +18,7 @@ from paged_jax.models.state_places import StatePlaces
 from tests.support.block_tables import check_states
 
 S, C, INTERVAL = 3, 4, 8
+MAX_BLOCKS = 32  # maximum number of full blocks of a slot
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -99,8 +100,14 @@ class Simulation:
         words = np.stack([np.frombuffer(digest, np.uint32) for digest in digests])
         blocks = np.array([tokens[end - C : end] for end in ends], np.int32)
         slots, marks = np.full(len(ends), slot, np.int32), np.ones(len(ends), bool)
-        arrays: Any = slots, marks, words, blocks, ends, self.lengths
-        self.tables = state_tables.publish_states(self.tables, *map(jnp.asarray, arrays))
+        # Pad the rows to one number, so that JAX compiles for one shape.
+        padding = MAX_BLOCKS - len(ends)
+        arrays: Any = [
+            np.pad(each, [(0, padding)] + [(0, 0)] * (each.ndim - 1))
+            for each in (slots, marks, words, blocks, ends)
+        ]
+        arrays = map(jnp.asarray, (*arrays, self.lengths))
+        self.tables = state_tables.publish_states(self.tables, *arrays)
 
     def follow(self, parents: list[int]) -> None:
         new = [
@@ -143,7 +150,7 @@ ACTIONS = st.one_of(
 
 
 @settings(max_examples=25)
-@given(st.integers(S, 3 * S), st.lists(ACTIONS, min_size=4, max_size=14))
+@given(st.sampled_from([S, 2 * S]), st.lists(ACTIONS, min_size=4, max_size=14))
 def test_states_and_marks_hold_the_tokens_of_their_slots(num_entries, actions) -> None:
     """Nothing leaks, no snapshot is overwritten, and as many entries as slots suffice."""
     simulation = Simulation(num_entries)

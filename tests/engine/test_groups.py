@@ -25,11 +25,13 @@ from paged_jax.cache_map import block_text, changes, snapshot
 from paged_jax.engine.beam_search import BeamSearchParams, beam_search
 from paged_jax.kernels import cascade, num_shared_blocks
 from paged_jax.models import batch_places
+from paged_jax.runner import runner
+from paged_jax.runner.sizes import row_bucket
 from paged_jax.server.metrics import Metrics
 from paged_jax.server.snapshot import EngineSnapshot
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import CONFIG, EOS, save_tokenizer_for_forms
-from tests.support.workload import Job, check_empty, check_groups, finish, play
+from tests.support.workload import Job, check_empty, check_groups, finish, full_batch, play
 
 CONTEXT, WINDOW = 160, 24
 SIZES: dict[str, Any] = {
@@ -53,15 +55,26 @@ def make_config(kind: str) -> LlamaConfig:
         return TwoWindows(**fields | {"num_hidden_layers": 3})
     if kind == "window only":
         return LlamaConfig(**fields | {"model_type": "mistral"})
-    layers = ("sliding_attention",) * 3 + ("full_attention",)
-    fields |= {"num_hidden_layers": 4, "layer_types": layers, "model_type": "qwen3"}
+    # A group of two layers in the first model, and of one layer in the second.
+    num_sliding = 1 if kind == "other heads" else 2
+    layers = ("sliding_attention",) * num_sliding + ("full_attention",)
+    fields |= {"num_hidden_layers": len(layers), "layer_types": layers, "model_type": "qwen3"}
     if kind == "other heads":
         fields |= {"global_head_dim": 2 * CONFIG.head_dim, "num_global_key_value_heads": 1}
     return LlamaConfig(**fields)
 
 
-# Blocks of the first group, too few for all sequences: each needs about 14 (one window: 10).
-NUM_BLOCKS = {"mixed": 20, "other heads": 20, "two windows": 14, "window only": 9}
+# Blocks of the first group, too few for all sequences: each needs about 14 (one window: 10). Blocks
+# of the model with two windows are half as long, see `LONG_CHUNKS`.
+NUM_BLOCKS = {"mixed": 20, "other heads": 20, "two windows": 34, "window only": 9}
+# Enough for the window and the chunk of three beams.
+MORE_BLOCKS = {"mixed": 20, "window only": 18}
+
+
+@pytest.fixture(autouse=True)
+def padded_rows(monkeypatch) -> None:
+    """Pad one row to four, which saves a third of an engine's programs."""
+    monkeypatch.setattr(runner, "row_bucket", full_batch)
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +134,8 @@ def check_tokens(forward: Callable[..., np.ndarray], model: Llama, job: Job, out
 
 SWAPPED, RECOMPUTED = {"preemption": "swap"}, {"preemption": "recompute"}
 UNCACHED = {"enable_prefix_caching": False}
+# Chunks that are longer than a window.
+LONG_CHUNKS = {"max_chunk": 32, "block_size": 4}
 PREEMPTED, MOVED = "num_preemptions", "num_swap_preemptions"
 CACHED, GUESSED = "num_cached_tokens", "num_accepted_tokens"
 # Model, options, and names of `EngineStats` that must not be 0, else nothing was tested.
@@ -128,11 +143,10 @@ VARIANTS = [
     ("mixed", SWAPPED, (MOVED, CACHED)),
     ("mixed", RECOMPUTED | UNCACHED, (PREEMPTED,)),
     ("mixed", SWAPPED | {"num_speculative_tokens": 3}, (MOVED, CACHED, GUESSED)),
-    ("mixed", RECOMPUTED | {"max_chunk": 32, "block_size": 4, "num_blocks": 38}, (PREEMPTED,)),
     ("other heads", SWAPPED | {"num_speculative_tokens": 3}, (MOVED, CACHED, GUESSED)),
     ("other heads", RECOMPUTED, (PREEMPTED, CACHED)),
-    ("two windows", SWAPPED | UNCACHED, (MOVED,)),
-    ("two windows", RECOMPUTED, (PREEMPTED, CACHED)),
+    ("two windows", SWAPPED | UNCACHED | LONG_CHUNKS, (MOVED,)),
+    ("two windows", RECOMPUTED | LONG_CHUNKS, (PREEMPTED, CACHED)),
     ("window only", RECOMPUTED, (PREEMPTED, CACHED)),
     ("window only", SWAPPED | UNCACHED, (MOVED,)),
     ("window only", SWAPPED | {"num_speculative_tokens": 3}, (MOVED, CACHED, GUESSED)),
@@ -142,8 +156,10 @@ VARIANTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "options", "happens"), VARIANTS)
 def test_engine_with_windows_matches_the_plain_model(
-    models, forward, jobs, kind, options, happens
+    models, forward, jobs, monkeypatch, kind, options, happens
 ) -> None:
+    if (kind, options) == ("mixed", SWAPPED):
+        monkeypatch.setattr(runner, "row_bucket", row_bucket)
     model = models[kind]
     engine = Engine(model, **SIZES | {"num_blocks": NUM_BLOCKS[kind]} | options)
     for _ in range(2):
@@ -203,7 +219,7 @@ def test_prefix_cache_with_windows_changes_no_token(models, jobs, kind) -> None:
     sizes = SIZES | {"num_blocks": NUM_BLOCKS[kind]}
     cached, uncached = (Engine(models[kind], **sizes | switch) for switch in ({}, UNCACHED))
 
-    @settings(max_examples=20, derandomize=True)
+    @settings(max_examples=10, derandomize=True)
     @given(drawn_jobs())
     @example(jobs)  # More requests than the pools can hold.
     def compare(jobs: list[Job]) -> None:
@@ -310,12 +326,12 @@ def test_cascade_and_grammars_with_windows_match_the_plain_model(
         Job(str(number), {"prompt_token_ids": [*beginning, 3 + number]}, params)
         for number, params in enumerate(all_params)
     ]
-    num_shared = []
+    num_shared, find_shared = [], jax.jit(num_shared_blocks, static_argnums=2)
 
     def look(_: int) -> None:
         check_groups(engine.cache)
         tables = engine.cache.groups[0].tables
-        count = num_shared_blocks(tables.block_tables, tables.lengths, engine.block_size)
+        count = find_shared(tables.block_tables, tables.lengths, engine.block_size)
         num_shared.append(int(count))
 
     for preemption in ("swap", "recompute"):
@@ -347,8 +363,7 @@ def test_cascade_and_grammars_with_windows_match_the_plain_model(
 def test_cache_groups_and_cache_map_show_all_groups(models, forward, jobs, kind) -> None:
     """Check counts, map and pictures in every step, then beam search, sleep and a cache reset."""
     model = models[kind]
-    # Enough for the window and the chunk of three beams.
-    engine = Engine(model, **SIZES | {"num_blocks": max(18, NUM_BLOCKS[kind])})
+    engine = Engine(model, **SIZES | {"num_blocks": MORE_BLOCKS[kind]})
     maps, most_used, pictures = [snapshot(engine)], [0, 0], set()
 
     def look(num_steps: int) -> None:
@@ -412,8 +427,8 @@ def metrics_of(engine: Engine) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixed", "window only"])
 def test_prefix_cache_needs_only_the_last_window(models, forward, jobs, kind) -> None:
-    model, most = models[kind], {"mixed": 20, "window only": 13}[kind]
-    engine = Engine(model, **SIZES | {"num_blocks": most})
+    model = models[kind]
+    engine = Engine(model, **SIZES | {"num_blocks": MORE_BLOCKS[kind]})
     long, longest = jobs[0], jobs[3]
     beginning = {"prompt_token_ids": long.prompt["prompt_token_ids"][:41]}
     short = dataclasses.replace(long, name="short", prompt=beginning)

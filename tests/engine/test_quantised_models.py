@@ -5,7 +5,9 @@ data.
 """
 
 import contextlib
+import itertools
 import json
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -22,42 +24,42 @@ from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, dequant
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
-from paged_jax.models.loading.parameters import WeightsError, named_arrays
-from paged_jax.models.loading.pretrained import from_pretrained
-from paged_jax.models.matrices import MatrixFormats
+from paged_jax.models.loading.parameters import ModelSpec, WeightsError, named_arrays
+from paged_jax.models.loading.pretrained import from_pretrained, read_config, read_formats
+from paged_jax.models.matrices import MatrixFormats, matrix_name
 from paged_jax.runner import runner
+from paged_jax.runner.sizes import row_bucket
 from tests.support.compiler import needs_vnni
 from tests.support.processes import run_on_devices
 from tests.support.random_model import random_llama
+from tests.support.workload import full_batch
 
-# All checkpoints, each with other options of the engine, so that each option meets several formats.
+# Checkpoints with an engine of their own, each with other options: each option meets several
+# formats. All other checkpoints have formats of these and of `MIXTURES`.
 ENGINES = {
     "awq-gemm": {},
-    "bnb-int8": {},
-    "bnb-nf4": {},
-    "bnb-nf4-double": {"steps_per_dispatch": 1},
-    "ct-fp8-block": {"num_speculative_tokens": 2, "preemption": "swap"},
-    "ct-fp8-channel": {},
-    "ct-fp8-tensor": {},
-    "ct-mxfp4a16": {"kv_dtype": "int8"},
-    "ct-nvfp4a16": {"backend": "xla"},
-    "ct-w4a16-actorder": {},
-    "ct-w4a16-channel": {"preemption": "recompute"},
-    "ct-w4a16-group-asym": {"preemption": "swap"},
+    "ct-fp8-block": {"preemption": "swap"},
     "ct-w4a16-group-sym": {"cascade_attention": False},
-    "ct-w8a16-pack": {},
-    "ct-w8a8-int8": {},
-    "fp8-block": {"steps_per_dispatch": 3},
     "fp8-tensor": {"backend": "xla", "num_speculative_tokens": 3},
     "gguf-k-quants": {"steps_per_dispatch": 1},
     "gguf-mixed": {"cascade_attention": False},
     "gguf-q4_0": {"num_speculative_tokens": 3},
     "gptq-v1-actorder": {"kv_dtype": "int8"},
     "gptq-v1-asym": {"preemption": "swap"},
-    "gptq-v2": {"preemption": "swap"},
-    "mlx-mxfp4": {"cascade_attention": False},
-    "mlx-q4": {"steps_per_dispatch": 3},
     "mlx-q8": {"kv_dtype": "int8", "num_speculative_tokens": 2},
+}
+# The checkpoint of each kind of matrix and, last, of the embeddings and of the output head.
+KINDS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "rest")
+MIXTURES = {
+    ("bnb-int8", "bnb-nf4", "ct-fp8-channel", "ct-mxfp4a16", "mlx-q4"): {"steps_per_dispatch": 3},
+    ("ct-nvfp4a16", "ct-w4a16-actorder", "ct-w4a16-channel", "ct-w4a16-group-asym", "mlx-mxfp4"): {
+        "kv_dtype": "int8",
+        "preemption": "recompute",
+    },
+    ("ct-w8a16-pack", "fp8-block", "mlx-q4", "ct-fp8-channel", "ct-fp8-channel"): {
+        "backend": "xla",
+        "preemption": "swap",
+    },
 }
 # A format of each code, with and without minima, an order, and drafts.
 QUICK = ("awq-gemm", "fp8-tensor", "gguf-q4_0", "gptq-v1-actorder", "mlx-q8")
@@ -93,17 +95,32 @@ def generate(llm, prompts=PROMPTS):
     return tokens_of(llm.generate(inputs, [GREEDY, PAIR] * len(prompts), use_tqdm=False))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_tokens_do_not_depend_on_other_requests(data_dir, monkeypatch, name) -> None:
-    """Forks, prefix cache, preemption and drafts give the tokens of a request alone.
+def combine(data_dir, names) -> Llama:
+    """Return a model with each kind of matrix of another checkpoint, see `KINDS`."""
+    *donors, rest = [load(data_dir, name) for name in names]
+    arrays, formats = named_arrays(rest), rest.formats
+    others = {name: formats[name] for name in ("embed_tokens", "lm_head")}
+    for kind, donor in zip(KINDS, donors, strict=False):
+        name = f"layers.{kind}"
+        arrays = {key: array for key, array in arrays.items() if matrix_name(key) != name}
+        own = named_arrays(donor).items()
+        arrays |= {key: array for key, array in own if matrix_name(key) == name}
+        others[name] = donor.formats[name]
+    formats = MatrixFormats(formats.default, tuple(sorted(others.items())))
+    spec = ModelSpec(Llama, rest.config, "float32", scan_layers=True, formats=formats)
+    shapes = {name: (each.shape, each.dtype) for name, each in spec.parameters().items()}
+    assert shapes == {name: (each.shape, each.dtype) for name, each in arrays.items()}
+    return spec.build(lambda name, *_: arrays[name])
 
-    Most engines pad one row to four, which saves a third of their time.
-    """
-    if name not in QUICK:
-        monkeypatch.setattr(runner, "row_bucket", lambda count, num_slots: num_slots)
-    model = load(data_dir, name)
-    assert model.formats.is_quantised
-    llm = LLM(model, **{**SIZES, **ENGINES[name]})
+
+@pytest.fixture(autouse=True)
+def padded_rows(monkeypatch) -> None:
+    """Pad one row to four, which saves a third of an engine's programs."""
+    monkeypatch.setattr(runner, "row_bucket", full_batch)
+
+
+def check_tokens(llm: LLM) -> list[list[list[int]]]:
+    """Check that forks, prefix cache and preemption give the tokens of requests alone."""
     alone = []
     for prompt in PROMPTS:
         llm.reset_prefix_cache()
@@ -112,10 +129,43 @@ def test_tokens_do_not_depend_on_other_requests(data_dir, monkeypatch, name) -> 
     llm.reset_prefix_cache()
     assert generate(llm) == alone
     assert llm.stats.num_preemptions and llm.stats.num_cached_tokens
-    if "num_speculative_tokens" in ENGINES[name]:
-        assert llm.stats.num_accepted_tokens
-        plain = {key: value for key, value in ENGINES[name].items() if "num_spec" not in key}
-        assert generate(LLM(model, **SIZES, **plain), PROMPTS[:1]) == alone[:2]
+    return alone
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_do_not_depend_on_other_requests(data_dir, monkeypatch, name) -> None:
+    """Forks, prefix cache, preemption and drafts give the tokens of a request alone."""
+    if name == "awq-gemm":
+        monkeypatch.setattr(runner, "row_bucket", row_bucket)
+    model = load(data_dir, name)
+    assert model.formats.is_quantised
+    llm = LLM(model, **{**SIZES, **ENGINES[name]})
+    alone = check_tokens(llm)
+    assert bool(llm.stats.num_accepted_tokens) == ("num_speculative_tokens" in ENGINES[name])
+    if name == "gguf-q4_0":
+        assert generate(LLM(model, **SIZES), PROMPTS[:1]) == alone[:2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", MIXTURES, ids="-".join)
+def test_tokens_of_mixed_formats_do_not_depend_on_other_requests(data_dir, names) -> None:
+    check_tokens(LLM(combine(data_dir, names), **{**SIZES, **MIXTURES[names]}))
+
+
+def test_engines_have_the_formats_of_all_checkpoints(data_dir) -> None:
+    def formats_of(name):
+        path = path_of(data_dir, name)
+        with warnings.catch_warnings(action="ignore"):  # see `load`
+            formats = read_formats(Llama, path, read_config(path), dtype="float32")
+        kinds = (f"layers.{layer}.{kind}" for layer in (0, 1) for kind in KINDS[:4])
+        return {formats[each] for each in (*kinds, "embed_tokens", "lm_head")}
+
+    tested = set().union(*map(formats_of, {*ENGINES, *itertools.chain(*MIXTURES)}))
+    folders = [path.name for path in (data_dir / "quantised").iterdir() if path.is_dir()]
+    quantised = [name for name in folders if name != "base-bf16"]
+    assert len(quantised) > 25
+    for name in quantised:
+        assert formats_of(name) <= tested, name
 
 
 @needs_vnni
@@ -123,53 +173,27 @@ def test_tokens_do_not_depend_on_other_requests(data_dir, monkeypatch, name) -> 
     "name",
     [
         "gguf-q4_0",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("gptq-v1-actorder", "mlx-q8")),
+        pytest.param("mlx-q8", marks=pytest.mark.slow),
     ],
 )
 def test_int8_activations(data_dir, name) -> None:
     """Tokens do not depend on other requests, and log-probabilities change little."""
-    options = {**SIZES, "num_speculative_tokens": 2, "int8_activations": True}
-    llm, alone = LLM(path_of(data_dir, name), dtype="float32", **options), []
-    for prompt in PROMPTS:
-        llm.reset_prefix_cache()
-        alone += generate(llm, [prompt])
-    assert not llm.stats.num_preemptions
-    llm.reset_prefix_cache()
-    assert generate(llm) == alone
-    assert llm.stats.num_preemptions and llm.stats.num_drafts
+    options = {"num_speculative_tokens": 2} if name == "gguf-q4_0" else {}
+    options = {**SIZES, **options, "int8_activations": True}
+    llm = LLM(path_of(data_dir, name), dtype="float32", **options)
+    check_tokens(llm)
+    assert bool(llm.stats.num_drafts) == ("num_speculative_tokens" in options)
 
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    exact = LLM(path_of(data_dir, name), dtype="float32", **SIZES)
-    scores = []
-    for each in exact, llm:
-        [output] = each.generate([{"prompt_token_ids": PROMPTS[0]}], params, use_tqdm=False)
-        rows = zip(PROMPTS[0][1:], output.prompt_logprobs[1:], strict=True)
-        scores.append(np.array([row[token].logprob for token, row in rows]))
-    difference = np.abs(scores[0] - scores[1])
-    assert 1e-3 < difference.max() / np.std(scores[0]) < 0.1
-
-
-_INT8_ON_TWO_DEVICES = """
-    import sys
-    from pathlib import Path
-    from paged_jax import LLM
-    from tests.engine.test_quantised_models import PROMPTS, SIZES, generate, path_of
-
-    SIZES["num_blocks"] = 40
-    options = {"tensor_parallel_size": 2, "int8_activations": True, "dtype": "float32"}
-    divided = LLM(path_of(Path(sys.argv[1]), "gguf-q4_0"), **SIZES, **options)
-    alone = []
-    for prompt in PROMPTS:
-        divided.reset_prefix_cache()
-        alone += generate(divided, [prompt])
-    divided.reset_prefix_cache()
-    assert generate(divided) == alone
-"""
-
-
-@needs_vnni
-def test_int8_activations_on_two_devices(data_dir) -> None:
-    run_on_devices(_INT8_ON_TWO_DEVICES, data_dir, num_devices=2)
+    prompt = PROMPTS[0]
+    [output] = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    rows = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+    scores = np.array([row[token].logprob for token, row in rows])
+    model, token_ids = load(data_dir, name), np.array([prompt], np.int32)
+    logprobs = jax.jit(lambda model: jax.nn.log_softmax(model(token_ids)[0]))(model)
+    exact = np.asarray(logprobs)[np.arange(len(prompt) - 1), prompt[1:]]
+    difference = np.abs(exact - scores)
+    assert 1e-3 < difference.max() / np.std(exact) < 0.1
 
 
 @pytest.mark.parametrize(
@@ -193,13 +217,29 @@ def test_int8_activations_that_are_impossible(data_dir, monkeypatch, name, optio
 _ON_TWO_DEVICES = """
     import sys, warnings
     from pathlib import Path
-    from paged_jax import Engine, LLM
+    import numpy as np
+    from paged_jax import LLM
     from paged_jax.models.llama import Llama
-    from tests.engine.test_quantised_models import SIZES, generate, path_of
+    from paged_jax.models.loading.parameters import named_arrays
+    from paged_jax.runner import runner
+    from tests.engine.test_quantised_models import (
+        PROMPTS, SIZES, as_floats, combine, generate, path_of
+    )
+    from tests.support.workload import full_batch
 
+    runner.row_bucket = full_batch
     SIZES["num_blocks"] = 40
-    data_dir = Path(sys.argv[1])
-    for name in sys.argv[2:]:
+    data_dir, has_vnni = Path(sys.argv[1]), sys.argv[2] == "True"
+
+    MIXTURE = "ct-w8a16-pack", "ct-nvfp4a16", "fp8-block", "ct-fp8-channel", "ct-fp8-channel"
+
+    def load(name, **options):
+        return Llama.from_pretrained(path_of(data_dir, name), dtype="float32", **options)
+
+    for name in (
+        "gguf-q4_0", "gptq-v1-actorder", "ct-w4a16-group-asym", "fp8-block", "ct-nvfp4a16",
+        "bnb-int8",
+    ):
         path = path_of(data_dir, name)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -207,53 +247,55 @@ _ON_TWO_DEVICES = """
         assert bool(caught) == (name == "gptq-v1-actorder"), [str(x.message) for x in caught]
         for each in caught:
             assert "reordered inputs cannot be divided over 2 devices" in str(each.message)
-        wanted = generate(LLM(path, **SIZES, dtype="float32"))
-        assert generate(divided) == wanted, name
         held = [max(shard.data.nbytes for shard in x.addressable_shards) for x in divided.weights]
         assert sum(held) < 0.8 * sum(x.nbytes for x in divided.weights)
+        if name in ("fp8-block", "ct-nvfp4a16", "bnb-int8"):
+            # The engine of `MIXTURE` below has their formats.
+            arrays = named_arrays(divided.model)
+            exact = named_arrays(load(name, dequantise=True, scan_layers=False))
+            for kind in ("o_proj", "down_proj"):
+                matrix = f"layers.1.{kind}"
+                got = as_floats(arrays, matrix, divided.model.formats[matrix])
+                np.testing.assert_allclose(got, exact[matrix], rtol=1e-6, atol=1e-7)
+            continue
+        wanted = generate(LLM(load(name, dequantise=True), **SIZES))
+        assert generate(divided) == wanted, name
         divided.sleep(1)
         divided.wake_up()
         divided.update_params(divided.load_params(path))
         assert generate(divided) == wanted, name
-"""
 
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("gguf-q4_0", "gptq-v1-actorder", "fp8-block"),
-        ("ct-w4a16-group-asym", "ct-nvfp4a16", "bnb-int8"),
-    ],
-)
-def test_tokens_on_two_devices_match_one_device(data_dir, names) -> None:
-    """The inputs of a part, 48 of 96, need smaller groups and wider values in most formats."""
-    run_on_devices(_ON_TWO_DEVICES, data_dir, *names, num_devices=2)
-
-
-_DIVIDED_LATER = """
-    import sys
-    from pathlib import Path
-    from paged_jax import LLM
-    from paged_jax.models.llama import Llama
-    from tests.engine.test_quantised_models import SIZES, generate, path_of
-
-    SIZES["num_blocks"] = 40
-    model = Llama.from_pretrained(path_of(Path(sys.argv[1]), "ct-fp8-channel"), dtype="float32")
-    divided = LLM(model, **SIZES, tensor_parallel_size=2)
-    assert generate(divided) == generate(LLM(model, **SIZES))
-    model = Llama.from_pretrained(path_of(Path(sys.argv[1]), "gguf-q4_0"), dtype="float32")
+    # Loaded models are divided if their groups allow it.
+    model = combine(data_dir, MIXTURE)
+    wanted = generate(LLM(model, **SIZES))
+    assert generate(LLM(model, **SIZES, tensor_parallel_size=2)) == wanted
     try:
-        LLM(model, **SIZES, tensor_parallel_size=2)
+        LLM(load("gguf-q4_0"), **SIZES, tensor_parallel_size=2)
     except ValueError as error:
         text = "Engine: tensor_parallel_size must divide the 96 inputs of layers.down_proj, which"
         assert str(error).startswith(text + " are in groups of 32, got 2. Load the model"), error
     else:
         raise AssertionError("half of 96 inputs is not a multiple of 32")
+
+    if has_vnni:
+        options = {"tensor_parallel_size": 2, "int8_activations": True, "dtype": "float32"}
+        divided = LLM(path_of(data_dir, "gguf-q4_0"), **SIZES, **options)
+        alone = []
+        for prompt in PROMPTS:
+            divided.reset_prefix_cache()
+            alone += generate(divided, [prompt])
+        divided.reset_prefix_cache()
+        assert generate(divided) == alone, "int8 activations"
 """
 
 
-def test_loaded_models_are_divided_if_their_groups_allow_it(data_dir) -> None:
-    run_on_devices(_DIVIDED_LATER, data_dir, num_devices=2)
+def test_tokens_on_two_devices_match_one_device(data_dir) -> None:
+    """The inputs of a part, 48 of 96, need smaller groups and wider values in most formats.
+
+    The reference is a model with dequantised weights on one device. The models of all these
+    checkpoints share its programs.
+    """
+    run_on_devices(_ON_TWO_DEVICES, data_dir, not needs_vnni.args[0], num_devices=2)
 
 
 @pytest.mark.parametrize("name", ["gptq-v1-actorder", "gguf-q4_0", "ct-fp8-channel"])
@@ -261,7 +303,8 @@ def test_engine_quantises_new_weights_and_sleeps(data_dir, name) -> None:
     """Floats of a trainer, weights of the same format, and weights of another folder."""
     model, floats = load(data_dir, name), load(data_dir, name, dequantise=True, scan_layers=False)
     assert not floats.formats.is_quantised
-    llm = LLM(load(data_dir, name), **SIZES)
+    options = ENGINES[name] if name == "gptq-v1-actorder" else {}
+    llm = LLM(load(data_dir, name), **{**SIZES, **options})
     wanted = generate(llm)
     llm.sleep(1)
     llm.wake_up()
@@ -273,7 +316,7 @@ def test_engine_quantises_new_weights_and_sleeps(data_dir, name) -> None:
     for kind in ("o_proj", "down_proj"):
         wide = jnp.stack([getattr(layer, kind)[...] for layer in floats.layers])
         format = model.formats[f"layers.{kind}"]
-        got = _as_floats(given, f"layers.{kind}", format)
+        got = as_floats(given, f"layers.{kind}", format)
         # A value of 4 bits is off by half a step of at most 1/7 of the largest, and 8 bits by 1/16.
         assert np.abs(got - wide).max() < 0.08 * np.abs(wide).max()
         assert np.abs(got - wide).mean() < 0.02 * np.abs(wide).max()
@@ -283,7 +326,7 @@ def test_engine_quantises_new_weights_and_sleeps(data_dir, name) -> None:
     assert generate(llm) == wanted
 
 
-def _as_floats(arrays, name, format: WeightFormat):
+def as_floats(arrays, name, format: WeightFormat):
     parts = (arrays.get(name + suffix) for suffix in ("", "_scale", "_min", "_order"))
     layers = WeightArrays(*parts)
     return jax.vmap(lambda each: dequantise(each, format.code))(layers)
@@ -334,7 +377,7 @@ def test_checkpoint_with_damaged_formats_is_refused(data_dir, tmp_path) -> None:
 @pytest.mark.parametrize("code", ["int8", "e2m1"])
 def test_models_with_experts_may_be_quantised(code, tmp_path) -> None:
     """The quantised model is compared with a model of the dequantised weights."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 80}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 80}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     config = LlamaConfig.from_dict({"model_type": "mixtral", **sizes, **heads, **experts})
@@ -358,7 +401,7 @@ def test_models_with_experts_may_be_quantised(code, tmp_path) -> None:
             step = np.abs(np.asarray(variable[...])).max() / (100 if code == "int8" else 5)
             np.testing.assert_allclose(variable[...], w, rtol=0, atol=step)
             variable[...], num_changed = w, num_changed + ("experts" in name)
-    assert num_changed == 4
+    assert num_changed == 2
     nnx.update(floats, state)
     token_ids = np.arange(3, 15, dtype=np.int32)[None]
     want, got = (jax.jit(Llama.__call__)(each, token_ids) for each in (floats, model))
@@ -410,7 +453,11 @@ def test_scan_over_layers_with_different_formats(tmp_path) -> None:
 
     llm = LLM(stacked, **SIZES)
     tokens = generate(llm, PROMPTS[2:])
-    assert tokens == generate(LLM(separate, **SIZES), PROMPTS[2:])
+    for prompt, [sample] in zip(PROMPTS[2:], tokens[::2], strict=True):
+        token_ids = np.zeros((1, 32), np.int32)
+        token_ids[0, : len(prompt) + len(sample)] = prompt + sample
+        best = np.argmax(jax.jit(Llama.__call__)(separate, token_ids)[0], axis=-1)
+        assert best[len(prompt) - 1 :][: len(sample)].tolist() == sample
     llm.update_params(random_llama(floats.config, scale=0.5))
     assert generate(llm, PROMPTS[2:]) != tokens
     llm.update_params(floats)

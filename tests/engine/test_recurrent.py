@@ -16,8 +16,10 @@ from paged_jax import LLM, BeamSearchParams, Engine, RequestOutput, SamplingPara
 from paged_jax.cache.blocks import check_invariants, state_tables
 from paged_jax.cache_map import snapshot
 from paged_jax.engine.drafts import Drafter
+from paged_jax.runner import runner
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import decode_steps, verify_steps
+from paged_jax.runner.sizes import row_bucket
 from paged_jax.scheduler.request import Sequence
 from paged_jax.server.metrics import Metrics
 from paged_jax.server.snapshot import EngineSnapshot
@@ -30,16 +32,20 @@ from tests.support.recurrent_model import (
     make_model,
     token_logprobs,
 )
-from tests.support.workload import Job, play
+from tests.support.workload import Job, full_batch, play
 
 SIZES: dict[str, Any] = {
-    "block_size": 4, "max_num_seqs": 4, "max_model_len": 128, "max_chunk": 16, "num_blocks": 128,
+    "block_size": 4, "max_num_seqs": 4, "max_model_len": 128, "max_chunk": 16, "num_blocks": 44,
     "steps_per_dispatch": 3, "num_snapshots": 6, "kv_dtype": "float32",
 }  # fmt: skip
 # Tokens between the points where chunks end, fewer than usual.
 INTERVAL = 8
-# Blocks for one sequence and a half, so that sequences are preempted.
-FEW_BLOCKS = {"num_blocks": 34}
+
+
+@pytest.fixture(autouse=True)
+def padded_rows(monkeypatch) -> None:
+    """Pad one row to four, so that engines have fewer programs."""
+    monkeypatch.setattr(runner, "row_bucket", full_batch)
 
 
 @pytest.fixture(autouse=True)
@@ -96,8 +102,7 @@ def expected(jobs) -> dict[str, list[int]]:
 def test_rejected_drafts_leave_no_trace_in_states(jobs, expected, preemption, monkeypatch) -> None:
     # Draft some of the next tokens, and then a wrong one.
     draft_known_tokens(monkeypatch, expected, lambda count: count % 4, has_wrong=True)
-    options = FEW_BLOCKS | {"num_speculative_tokens": 4, "preemption": preemption}
-    engine = make_engine(**options)
+    engine = make_engine(num_speculative_tokens=4, preemption=preemption)
     run(engine, jobs, expected)
     assert 10 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens - 10
     assert engine.stats.num_preemptions
@@ -132,17 +137,16 @@ VARIANTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "uncached": ({"enable_prefix_caching": False}, ()),
     "no snapshots": ({"num_snapshots": 0}, ()),
     "short chunks": ({"max_num_batched_tokens": 6, "steps_per_dispatch": 1}, ()),
-    "recomputed": (
-        FEW_BLOCKS | {"preemption": "recompute"},
-        ("num_preemptions", "num_cached_tokens"),
-    ),
-    "swapped": (FEW_BLOCKS | {"preemption": "swap"}, ("num_swap_preemptions",)),
+    "recomputed": ({"preemption": "recompute"}, ("num_preemptions", "num_cached_tokens")),
+    "swapped": ({"preemption": "swap"}, ("num_swap_preemptions",)),
 }
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_engine_matches_the_plain_model(jobs, expected, name) -> None:
+def test_engine_matches_the_plain_model(jobs, expected, monkeypatch, name) -> None:
     options, happens = VARIANTS[name]
+    if name == "cached":
+        monkeypatch.setattr(runner, "row_bucket", row_bucket)
     engine = make_engine(**options)
     run(engine, jobs, expected)
     run(engine, jobs, expected)  # with a warm prefix cache
@@ -189,17 +193,16 @@ def test_a_prefix_of_500_tokens_is_found_but_for_64_tokens_and_a_block(monkeypat
     monkeypatch.setattr(state_tables, "STATE_INTERVAL", 64)
     model = RecurrentModel(make_config(max_position_embeddings=1024))
     shared, options = random_tokens(0, 500), {"block_size": 16, "max_model_len": 640}
-    prompts = [shared, *with_tails(shared, 2)]
-    outputs = []
-    for is_cached in (True, False):
-        engine = Engine(model, **SIZES | options | {"enable_prefix_caching": is_cached})
-        jobs = [
-            Job(f"{n}", {"prompt_token_ids": p}, greedy(16), at=40 * n)
-            for n, p in enumerate(prompts)
-        ]
-        found = play(engine, jobs, on_step=lambda _, engine=engine: check_entries(engine))
-        outputs.append([found[job.name] for job in jobs])
-    cached, uncached = outputs
+    engine = Engine(model, **SIZES | options)
+    jobs = [
+        Job(f"{n}", {"prompt_token_ids": p}, greedy(16), at=40 * n)
+        for n, p in enumerate([shared, *with_tails(shared, 2)])
+    ]
+    found = play(engine, jobs, on_step=lambda _: check_entries(engine))
+    cached, uncached = [found[job.name] for job in jobs], []
+    for job in jobs:
+        engine.reset_prefix_cache()
+        uncached.append(play(engine, [job])[job.name])
     for with_cache, without in zip(cached, uncached, strict=True):
         assert with_cache.outputs[0].token_ids == without.outputs[0].token_ids
     assert not any(output.num_cached_tokens for output in (*uncached, cached[0]))

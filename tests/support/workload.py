@@ -122,3 +122,8 @@ def complete(engine: Engine, prompt: Any, params: SamplingParams, **options: Any
         for output in engine.step():
             if output.request_id == request_id and output.finished:
                 return output
+
+
+def full_batch(count: int, num_slots: int) -> int:
+    """Return the number of slots: with it as `row_bucket`, engines compile fewer programs."""
+    return num_slots
