@@ -5,17 +5,18 @@ import pytest
 from tests.support.processes import run_on_devices
 from tests.support.tiny_model import save_tokenizer_for_forms
 
-# Engines on each number of devices cover all pairs of options: dtypes of pools and weights,
-# preemption, scanned layers, drafts. Each engine runs all kinds of requests. On one device, there
-# is one engine per dtype, because the other options change no token there.
+# Each value of each option (dtype of pools and weights, preemption, scanned layers, drafts) occurs
+# on two devices, with a KV head each, and on eight, which share the KV heads. Scores and beams are
+# compared in int8 here, and in float32 by `_FEATURES`. The int8 reference is on a mesh of one
+# device.
 _SAME_TOKENS = """
 import sys
 
 from paged_jax import LLM, Llama, SamplingParams, StructuredOutputsParams
 from paged_jax.engine.beam_search import BeamSearchParams
-from tests.support.covering import all_pairs
 from tests.support.tensor_parallel import PROMPTS, SIZES, generate, make_model
 
+pad_one_row()
 tokenizer, folder = sys.argv[1:]
 make_model(vocab_size=43).save_pretrained(folder)
 TYPES = {"float32": {"kv_dtype": "float32"}, "int8": {"kv_dtype": "int8"}}
@@ -27,13 +28,16 @@ OF_FORM = SamplingParams(temperature=1, seed=1, max_tokens=12, structured_output
 
 
 def everything(llm):
-    scored, *others = llm.generate([REPEATS, REPEATS, {"prompt_token_ids": PROMPTS[0]}],
-                                   [SCORED, REPEATED, OF_FORM])
+    prompts = [REPEATS, {"prompt_token_ids": PROMPTS[0]}]
+    others = [output.outputs[0] for output in llm.generate(prompts, [REPEATED, OF_FORM])]
+    assert others[1].text.startswith(("red", "green", "blue"))
+    found = generate(llm), [output.token_ids for output in others]
+    if llm.cache.k.dtype != "int8":
+        return found
+    [scored] = llm.generate([REPEATS], SCORED)
     best = [list(row) for row in scored.prompt_logprobs[1:] + scored.outputs[0].logprobs]
     [beams] = llm.beam_search([REPEATS], BeamSearchParams(beam_width=2, max_tokens=4))
-    assert others[1].outputs[0].text.startswith(("red", "green", "blue"))
-    return (generate(llm), best, [beam.tokens for beam in beams.sequences],
-            [output.outputs[0].token_ids for output in others])
+    return *found, best, [beam.tokens for beam in beams.sequences]
 
 
 def make_llm(types, scan_layers=False, **options):
@@ -41,19 +45,21 @@ def make_llm(types, scan_layers=False, **options):
     return LLM(model, tokenizer=tokenizer, **SIZES, **TYPES[types], **options)
 
 
-wanted = {types: everything(make_llm(types)) for types in TYPES}
-rows = all_pairs({
-    "num_devices": (1, 2, 4, 8),
-    "types": tuple(TYPES),
-    "preemption": ("recompute", "swap"),
-    "scan_layers": (False, True),
-    "num_speculative_tokens": (0, 3),
-})
-for row in rows:
-    options = dict(row)
-    num_devices = options.pop("num_devices")
-    mesh = jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
-    llm = make_llm(**options, mesh=mesh)
+def make_mesh(num_devices):
+    return jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
+
+
+meshes = {"float32": None, "int8": make_mesh(1)}
+wanted = {types: everything(make_llm(types, mesh=meshes[types])) for types in TYPES}
+NAMES = "types", "preemption", "scan_layers", "num_speculative_tokens"
+for num_devices, *values in (
+    (2, "float32", "swap", False, 3),
+    (2, "int8", "recompute", True, 0),
+    (8, "float32", "recompute", False, 0),
+    (8, "int8", "swap", True, 3),
+):
+    row, mesh = dict(zip(NAMES, values, strict=True)), make_mesh(num_devices)
+    llm = make_llm(**row, mesh=mesh)
     assert everything(llm) == wanted[row["types"]], row
     pool, stats = llm.cache.k, llm.stats
     assert pool.addressable_shards[0].data.shape[2] == max(1, 2 // num_devices)
@@ -72,20 +78,16 @@ from paged_jax import Engine
 from paged_jax.models.layer_groups import LatentSizes
 from tests.support.tensor_parallel import SIZES, generate, make_model
 
-# A latent vector of queries in the first model alone.
-for q_lora_rank, preemption in ((12, "swap"), (0, "recompute")):
-    pad_one_row(q_lora_rank > 0)
-    latent = LatentSizes(q_lora_rank, 16, 6, 4, 5)
-    changes = {"num_key_value_heads": 8, "qkv_bias": False, "o_bias": False, "latent": latent}
-    model = make_model(**changes)
-    wanted = generate(Engine(model, **SIZES))
-    for num_devices in (2, 4):
-        engine = Engine(model, **SIZES, preemption=preemption, tensor_parallel_size=num_devices)
-        assert generate(engine) == wanted, (q_lora_rank, num_devices)
-        # Each device has the vectors of all tokens.
-        pool, values = engine.cache.k, engine.cache.v
-        assert values is None and pool.addressable_shards[0].data.shape[2:] == (1, 4, 20)
-        assert engine.stats.num_cached_tokens and engine.stats.num_preemptions
+pad_one_row()
+latent = LatentSizes(12, 16, 6, 4, 5)
+model = make_model(num_key_value_heads=8, qkv_bias=False, o_bias=False, latent=latent)
+wanted = generate(Engine(model, **SIZES))
+engine = Engine(model, **SIZES, preemption="swap", tensor_parallel_size=4)
+assert generate(engine) == wanted
+# Each device has the vectors of all tokens.
+pool, values = engine.cache.k, engine.cache.v
+assert values is None and pool.addressable_shards[0].data.shape[2:] == (1, 4, 20)
+assert engine.stats.num_cached_tokens and engine.stats.num_swap_preemptions
 """
 
 _PROGRAMS = """
@@ -129,6 +131,7 @@ from paged_jax.engine.beam_search import BeamSearchParams
 from paged_jax.models.loading.orbax import save_checkpoint
 from tests.support.tensor_parallel import SIZES
 
+pad_one_row()
 folder, checkpoint = sys.argv[1:]
 PROMPT = {"prompt_token_ids": [0, *range(5, 12), *range(5, 12), 5]}
 SCORED = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2, logprobs=2)
@@ -175,64 +178,50 @@ llm.model.save_pretrained(checkpoint + "/saved")
 check_same_weights(LLM(checkpoint + "/saved", tokenizer=folder, **options), alone)
 """
 
-# Layers with different windows have separate pools, which are divided too. One model combines
-# features of Gemma 3 and gpt-oss, the other of Cohere 2 and Qwen's MoE. The number of devices
-# equals the number of KV heads, or exceeds it.
+# Layers with different windows have separate pools, which are divided too. The model combines
+# features of Gemma 3, gpt-oss and Qwen's MoE; there are more devices than KV heads.
 _KINDS_OF_LAYERS = """
 from paged_jax import Engine
 from tests.support.tensor_parallel import SIZES, generate, make_model
 
-GROUPS = dict(layer_types=("sliding_attention", "full_attention"), sliding_window=6,
-              num_experts=8, num_experts_per_tok=2, moe_intermediate_size=12)
-SANDWICH = dict(
-    norm_placement="sandwich", norm_offset=1.0, qk_norm=True, embedding_multiplier=32**0.5,
-    rope_local_base_freq=100.0, tie_word_embeddings=True, attention_sinks=True, expert_bias=True,
-    swiglu_limit=0.5)
-PARALLEL = dict(
-    norm_placement="parallel", norm_type="layer", rope_interleaved=True, logit_scale=0.7,
-    qk_norm=True, norm_topk_prob=True, shared_expert_intermediate_size=24)
-for kind, ways in ((SANDWICH, ((2, "swap"), (4, "recompute"))), (PARALLEL, ((4, "swap"),))):
-    pad_one_row(kind is SANDWICH)
-    model = make_model(**GROUPS, **kind)
-    wanted = generate(Engine(model, **SIZES))
-    for num_devices, preemption in ways:
-        engine = Engine(model, **SIZES, preemption=preemption, tensor_parallel_size=num_devices)
-        assert generate(engine) == wanted, num_devices
-        for group in engine.cache.groups:
-            assert group.pools.k.addressable_shards[0].data.shape[2] == 1, "a KV head each"
-        stats = engine.stats
-        assert stats.num_preemptions and stats.num_cached_tokens
-        assert bool(stats.num_swap_preemptions) == (preemption == "swap")
+model = make_model(
+    layer_types=("sliding_attention", "full_attention"), sliding_window=6,
+    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=12, norm_topk_prob=True,
+    shared_expert_intermediate_size=24, norm_placement="sandwich", norm_offset=1.0, qk_norm=True,
+    embedding_multiplier=32**0.5, rope_local_base_freq=100.0, tie_word_embeddings=True,
+    attention_sinks=True, expert_bias=True, swiglu_limit=0.5)
+wanted = generate(Engine(model, **SIZES))
+engine = Engine(model, **SIZES, preemption="swap", tensor_parallel_size=4)
+assert generate(engine) == wanted
+for group in engine.cache.groups:
+    assert group.pools.k.addressable_shards[0].data.shape[2] == 1, "a KV head each"
+assert engine.stats.num_cached_tokens and engine.stats.num_swap_preemptions
 """
 
-# Recurrent layers are divided by heads or channels, and so are the pools of their states.
+# Recurrent layers are divided by heads, and so are the pools of their states. All recurrent layers
+# are compared on two devices in `test_tensor_parallel_families.py`.
 _RECURRENT = """
 from paged_jax import Engine
 from paged_jax.models.family import Multipliers
-from paged_jax.models.mixer_sizes import GatedDeltaNet, KimiDelta, Mamba2, ShortConvolution
+from paged_jax.models.mixer_sizes import GatedDeltaNet, Mamba2
 from tests.support.tensor_parallel import SIZES, generate, make_model
 
-WIDTH = dict(conv_width=4)
-DELTA = GatedDeltaNet(num_key_heads=4, num_value_heads=8, key_dim=6, value_dim=10, **WIDTH)
-MAMBA = Mamba2(num_heads=8, num_groups=4, head_dim=6, state_dim=10, conv_bias=True, **WIDTH)
-ONE_GROUP = Mamba2(num_heads=8, num_groups=1, head_dim=6, state_dim=10, conv_bias=True, **WIDTH)
+DELTA = GatedDeltaNet(
+    num_key_heads=4, num_value_heads=8, key_dim=6, value_dim=10, conv_width=4)
+ONE_GROUP = Mamba2(
+    num_heads=8, num_groups=1, head_dim=6, state_dim=10, conv_width=4, conv_bias=True)
 FACTORS = Multipliers(attention_in=0.7, key=1.4, attention_out=0.6, mlp_gate=1.3, mlp_out=0.8)
-for kind, mixer, num_devices, preemption in (
-    ("linear_attention", ShortConvolution(num_channels=24, **WIDTH), 2, "swap"),
-    ("linear_attention", DELTA, 4, "swap"),
-    ("linear_attention", KimiDelta(num_heads=4, head_dim=6, **WIDTH), 2, "recompute"),
-    ("linear_attention", MAMBA, 4, "recompute"),
-    ("linear_attention", ONE_GROUP, 4, "swap"),
-    ("hybrid", MAMBA, 2, "swap"),
+pad_one_row()
+for kind, mixer, preemption, changes in (
+    ("linear_attention", DELTA, "recompute", {}),
+    ("hybrid", ONE_GROUP, "swap", {"multipliers": FACTORS}),
 ):
-    pad_one_row(kind != "hybrid")
-    changes = {"multipliers": FACTORS} if kind == "hybrid" else {}
     model = make_model(layer_types=(kind, "full_attention"), mixer=mixer, **changes)
     wanted = generate(Engine(model, **SIZES))
-    engine = Engine(model, **SIZES, preemption=preemption, tensor_parallel_size=num_devices)
-    assert generate(engine) == wanted, (mixer, num_devices)
+    engine = Engine(model, **SIZES, preemption=preemption, tensor_parallel_size=4)
+    assert generate(engine) == wanted, mixer
     for pool in engine.cache.states.pools[0]:
-        assert pool.addressable_shards[0].data.shape[2] == pool.shape[2] // num_devices
+        assert pool.addressable_shards[0].data.shape[2] == pool.shape[2] // 4
     assert engine.stats.num_preemptions
     assert bool(engine.stats.num_swap_preemptions) == (preemption == "swap")
 """
@@ -330,7 +319,7 @@ spread = jax.device_put(model, jax.NamedSharding(mesh, jax.P()))
 assert "must be on one device, got weights on 2 devices. Pass mesh=" in refusal(spread)
 """
 
-# Most engines pad one row to four, which saves two programs an engine.
+# Most engines pad a single row to four, which saves two programs per engine.
 _HEAD = """
 import jax
 from paged_jax.runner import runner
