@@ -227,7 +227,7 @@ def _check_count(key: str, wanted: int, found: list[int]) -> None:
         raise WeightsError(
             f"load_weights: {key} must be at most {max(found, default=0)}, because the weight "
             f"files contain no more, got {wanted}. Download the missing files, or correct "
-            "config.json."
+            "config.json (in a GGUF file: its metadata)."
         )
 
 
