@@ -221,14 +221,6 @@ def test_histories_like_an_engine_match_the_model(seed):
     assert num_found > 20 and num_lost > 100 and num_refused > 5
 
 
-@pytest.mark.slow
-def test_histories_match_the_model_outside_of_jit():
-    machine = GroupsMachine()
-    machine.operations = Operations(wrap=lambda operation: operation)
-    num_found, num_lost, _ = run_engine(machine, 0, 25)
-    assert num_found and num_lost
-
-
 def run_engine(machine: GroupsMachine, seed: int, num_steps: int) -> tuple[int, int, int]:
     """Attach, append, truncate, fork and release sequences in full pools.
 

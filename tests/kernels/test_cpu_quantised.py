@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 import subprocess
 from pathlib import Path
 
@@ -72,6 +73,17 @@ def problem(case, num_rows):
     return make_weight(arrays, format, dtype), elements(arrays, format), x
 
 
+def multiply_parts(program, x, w):
+    """Multiply all rows, the last 18 and the last one, in one program; also return its text."""
+
+    @jax.jit
+    def run(x, w):
+        return [program(x[-num_rows:], w) for num_rows in (len(x), 18, 1)]
+
+    lowered = run.lower(x, w)
+    return [np.asarray(out) for out in lowered.compile()(x, w)], lowered.as_text()
+
+
 def round_to_int8(x, w):
     """Return rows as the kernels round them, in float64: a scale for up to 64 inputs of a group."""
     rounded = np.zeros(x.shape)
@@ -92,13 +104,13 @@ def round_to_int8(x, w):
 def test_linear_matches_float64_and_does_not_depend_on_other_rows(case) -> None:
     """Rows are already rounded to the dtype of the model, so only sums are rounded."""
     w, exact_w, x = problem(case, 39)
-    assert "paged_jax_quantised_linear" in LINEAR.lower(x, w).as_text()
-    together = np.asarray(LINEAR(x, w))
+    (together, *parts), text = multiply_parts(linear, x, w)
+    assert text.count("custom_call @paged_jax_quantised_linear") == 3
     exact, terms = x.astype(np.float64) @ exact_w.T, np.abs(x) @ np.abs(exact_w).T
     assert (np.abs(together - exact) <= 2e-6 * terms).all()
     np.testing.assert_array_equal(together[1::4], 0)
-    for num_rows in (1, 18):
-        np.testing.assert_array_equal(LINEAR(x[-num_rows:], w), together[-num_rows:])
+    for part in parts:
+        np.testing.assert_array_equal(part, together[-len(part) :])
 
 
 @pytest.mark.parametrize("code", ["uint4", "int8"])
@@ -221,15 +233,16 @@ def test_linear_leaves_groups_of_two_4_bit_values_to_xla() -> None:
 def test_int8_inputs_match_float64_and_do_not_depend_on_other_rows(case) -> None:
     """The reference rounds inputs in NumPy. Then products are exact, and only sums are rounded."""
     w, exact_w, x = problem(case, 39)
-    assert "paged_jax_quantised_linear" in (text := LINEAR_INT8.lower(x, w).as_text())
-    assert "_int8_int8_" in text or "_packed_int8_" in text
-    together = np.asarray(LINEAR_INT8(x, w))
+    (together, *parts), text = multiply_parts(LINEAR_INT8, x, w)
+    assert (
+        len(re.findall("custom_call @paged_jax_quantised_linear_(?:int8|packed)_int8_", text)) == 3
+    )
     rounded = round_to_int8(x, w)
     exact, terms = rounded @ exact_w.T, np.abs(rounded) @ np.abs(exact_w).T
     assert (np.abs(together - exact) <= 2e-6 * terms).all()
     np.testing.assert_array_equal(together[1::4], 0)
-    for num_rows in (1, 18):
-        np.testing.assert_array_equal(LINEAR_INT8(x[-num_rows:], w), together[-num_rows:])
+    for part in parts:
+        np.testing.assert_array_equal(part, together[-len(part) :])
 
 
 @needs_vnni

@@ -21,7 +21,7 @@ from tests.support.window_model import GroupsModel
 S, M, C = 4, 8, 4
 MAX_TOKENS = 6
 SETTINGS = settings(
-    max_examples=40,
+    max_examples=25,
     stateful_step_count=30,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
