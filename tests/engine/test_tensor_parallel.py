@@ -73,23 +73,6 @@ generate(llm)
 assert num_compiled(llm) == compiled, "a third round compiles nothing"
 """
 
-_LATENT = """
-from paged_jax import Engine
-from paged_jax.models.layer_groups import LatentSizes
-from tests.support.tensor_parallel import SIZES, generate, make_model
-
-pad_one_row()
-latent = LatentSizes(12, 16, 6, 4, 5)
-model = make_model(num_key_value_heads=8, qkv_bias=False, o_bias=False, latent=latent)
-wanted = generate(Engine(model, **SIZES))
-engine = Engine(model, **SIZES, preemption="swap", tensor_parallel_size=4)
-assert generate(engine) == wanted
-# Each device has the vectors of all tokens.
-pool, values = engine.cache.k, engine.cache.v
-assert values is None and pool.addressable_shards[0].data.shape[2:] == (1, 4, 20)
-assert engine.stats.num_cached_tokens and engine.stats.num_swap_preemptions
-"""
-
 _PROGRAMS = """
 import numpy as np
 from paged_jax import Engine
@@ -178,52 +161,55 @@ llm.model.save_pretrained(checkpoint + "/saved")
 check_same_weights(LLM(checkpoint + "/saved", tokenizer=folder, **options), alone)
 """
 
-# Layers with different windows have separate pools, which are divided too. The model combines
-# features of Gemma 3, gpt-oss and Qwen's MoE; there are more devices than KV heads.
+# Four devices, and fewer KV heads. Layers with different windows have separate pools, which are
+# divided too. Each device has all latent vectors. Recurrent layers and the pools of their states
+# are divided by heads. The first model combines features of Gemma 3, gpt-oss and Qwen's MoE. In the
+# last model, all devices share a group of heads of Mamba-2. `test_tensor_parallel_families.py` runs
+# all kinds of recurrent layers on two devices.
 _KINDS_OF_LAYERS = """
 from paged_jax import Engine
+from paged_jax.models.family import Multipliers
+from paged_jax.models.layer_groups import LatentSizes
+from paged_jax.models.mixer_sizes import Mamba2
 from tests.support.tensor_parallel import SIZES, generate, make_model
 
-model = make_model(
+
+def check_same_tokens(**changes):
+    model = make_model(**changes)
+    wanted = generate(Engine(model, **SIZES))
+    engine = Engine(model, **SIZES, preemption="swap", tensor_parallel_size=4)
+    assert generate(engine) == wanted, changes
+    assert engine.stats.num_swap_preemptions, changes
+    # The prompts are too short for a snapshot of states.
+    assert bool(engine.stats.num_cached_tokens) == (engine.cache.states is None), changes
+    return engine.cache
+
+
+def part(pool):
+    return pool.addressable_shards[0].data.shape[2:]
+
+
+groups = check_same_tokens(
     layer_types=("sliding_attention", "full_attention"), sliding_window=6,
     num_experts=8, num_experts_per_tok=2, moe_intermediate_size=12, norm_topk_prob=True,
     shared_expert_intermediate_size=24, norm_placement="sandwich", norm_offset=1.0, qk_norm=True,
     embedding_multiplier=32**0.5, rope_local_base_freq=100.0, tie_word_embeddings=True,
-    attention_sinks=True, expert_bias=True, swiglu_limit=0.5)
-wanted = generate(Engine(model, **SIZES))
-engine = Engine(model, **SIZES, preemption="swap", tensor_parallel_size=4)
-assert generate(engine) == wanted
-for group in engine.cache.groups:
-    assert group.pools.k.addressable_shards[0].data.shape[2] == 1, "a KV head each"
-assert engine.stats.num_cached_tokens and engine.stats.num_swap_preemptions
-"""
+    attention_sinks=True, expert_bias=True, swiglu_limit=0.5).groups
+assert len(groups) == 2
+for group in groups:
+    assert part(group.pools.k)[0] == 1, "a KV head each"
 
-# Recurrent layers are divided by heads, and so are the pools of their states. All recurrent layers
-# are compared on two devices in `test_tensor_parallel_families.py`.
-_RECURRENT = """
-from paged_jax import Engine
-from paged_jax.models.family import Multipliers
-from paged_jax.models.mixer_sizes import GatedDeltaNet, Mamba2
-from tests.support.tensor_parallel import SIZES, generate, make_model
-
-DELTA = GatedDeltaNet(
-    num_key_heads=4, num_value_heads=8, key_dim=6, value_dim=10, conv_width=4)
-ONE_GROUP = Mamba2(
-    num_heads=8, num_groups=1, head_dim=6, state_dim=10, conv_width=4, conv_bias=True)
-FACTORS = Multipliers(attention_in=0.7, key=1.4, attention_out=0.6, mlp_gate=1.3, mlp_out=0.8)
 pad_one_row()
-for kind, mixer, preemption, changes in (
-    ("linear_attention", DELTA, "recompute", {}),
-    ("hybrid", ONE_GROUP, "swap", {"multipliers": FACTORS}),
-):
-    model = make_model(layer_types=(kind, "full_attention"), mixer=mixer, **changes)
-    wanted = generate(Engine(model, **SIZES))
-    engine = Engine(model, **SIZES, preemption=preemption, tensor_parallel_size=4)
-    assert generate(engine) == wanted, mixer
-    for pool in engine.cache.states.pools[0]:
-        assert pool.addressable_shards[0].data.shape[2] == pool.shape[2] // 4
-    assert engine.stats.num_preemptions
-    assert bool(engine.stats.num_swap_preemptions) == (preemption == "swap")
+cache = check_same_tokens(
+    num_key_value_heads=8, qkv_bias=False, o_bias=False, latent=LatentSizes(12, 16, 6, 4, 5))
+assert cache.v is None and part(cache.k) == (1, 4, 20), "the vectors of all tokens"
+
+mixer = Mamba2(num_heads=8, num_groups=1, head_dim=6, state_dim=10, conv_width=4, conv_bias=True)
+factors = Multipliers(attention_in=0.7, key=1.4, attention_out=0.6, mlp_gate=1.3, mlp_out=0.8)
+cache = check_same_tokens(
+    layer_types=("hybrid", "full_attention"), mixer=mixer, multipliers=factors)
+for pool in cache.states.pools[0]:
+    assert part(pool)[0] == pool.shape[2] // 4
 """
 
 _WEIGHTS = """
@@ -348,13 +334,8 @@ def test_tensor_parallel_loads_parts_of_files(tiny_folder, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_tensor_parallel_of_different_layers_gives_equal_tokens() -> None:
+def test_windows_latents_and_recurrent_layers_give_the_tokens_of_one_device() -> None:
     run_on_devices(_HEAD + _KINDS_OF_LAYERS)
-
-
-@pytest.mark.slow
-def test_tensor_parallel_of_recurrent_layers_gives_equal_tokens() -> None:
-    run_on_devices(_HEAD + _RECURRENT)
 
 
 @pytest.mark.slow
@@ -376,8 +357,3 @@ def test_engine_rejects_models_that_it_cannot_divide() -> None:
 @pytest.mark.optimised
 def test_decode_step_has_two_all_reduces_per_layer_and_copies_no_pool() -> None:
     run_on_devices(_PROGRAMS, num_devices=4)
-
-
-@pytest.mark.slow
-def test_latent_vectors_are_on_all_devices() -> None:
-    run_on_devices(_HEAD + _LATENT)

@@ -1,7 +1,11 @@
-"""Engines of model families on two devices, compared with transformers on small random weights.
+"""Model families on two devices, compared with transformers on small random weights.
+
+Engines run families whose caches differ in kind: recurrent states, latents, windows, and heads of
+other sizes. For families that differ from these in their layers alone, the logits are compared,
+because an engine costs ten times as much to compile.
 
 The families have all kinds of layers and groups, except soft caps and a window in all layers. With
-such a window, sequences stop taking blocks, and none would be preempted. All engines run in a
+such a window, sequences stop taking blocks, and none would be preempted. All families run in a
 single process, because a process takes seconds to start.
 """
 
@@ -16,38 +20,50 @@ from tests.support.processes import run_on_devices
 # Importing torch and transformers takes seconds.
 pytestmark = pytest.mark.slow
 
-NUM_DRAFTS, MAX_TOKENS = 3, 64
+NUM_DRAFTS, MAX_TOKENS, NUM_SCORED = 3, 64, 70
 # Kind of preemption and maximum number of drafts of each engine. The families have:
 ENGINES = {
     "qwen3_next": ("swap", NUM_DRAFTS),  # gated delta nets, gates of attention, shared experts
     "kimi_linear": ("recompute", NUM_DRAFTS),  # Kimi Delta Attention, latents, groups of experts
     "falcon_h1": ("recompute", NUM_DRAFTS),  # Mamba-2 beside attention
     "lfm2_moe": ("swap", 0),  # short convolutions
-    "nemotron_h": ("recompute", 0),  # layers with only an MLP, or only Mamba-2
-    "llama4": ("swap", 0),  # attention to chunks, experts with weighted inputs
     "gemma3n": ("recompute", 0),  # windows, shared keys and values, streams, sparse gates
     "gemma4 with experts": ("swap", NUM_DRAFTS),  # other heads in some layers, keys as values
-    "gpt_oss": ("recompute", NUM_DRAFTS),  # sinks, experts with biases
-    "deepseek_v3": ("swap", NUM_DRAFTS),  # latent queries, rotated latents, dense layers
-    "granitemoehybrid": ("swap", 0),  # Mamba-2 with a group of heads on both devices
-    "olmo_hybrid": ("recompute", 0),  # norms over all heads, norms after attention
-    "cohere2": ("swap", 0),  # attention and MLP in parallel, with one sum over devices
 }
+LOGITS = [
+    "nemotron_h",  # layers with only an MLP, or only Mamba-2
+    "llama4",  # attention to chunks, experts with weighted inputs
+    "gpt_oss",  # sinks, experts with biases
+    "deepseek_v3",  # latent queries, rotated latents, dense layers
+    "granitemoehybrid",  # Mamba-2 with a group of heads on both devices
+    "olmo_hybrid",  # norms over all heads, norms after attention
+    "cohere2",  # attention and MLP in parallel, with one sum over devices
+]
 _PROGRAM = """
 import json
 import sys
 
+import numpy as np
 from paged_jax import Engine, Llama, SamplingParams
 from paged_jax.engine.drafts import Drafter
 from paged_jax.engine.memory_plan import collectives, make_plan
 from paged_jax.runner import runner
 from paged_jax.runner.programs import list_calls
+from tests.support.tensor_parallel import divided_logits
 from tests.support.workload import Job, check_empty, play
+
+engines, folder = sys.argv[1:]
+for name, expected in np.load(folder + "/logits.npz").items():
+    model = Llama.from_pretrained(folder + "/" + name, scan_layers=False)
+    logits, num_sums = divided_logits(model, 2, np.load(folder + "/tokens.npy"))
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4, err_msg=name)
+    plan = make_plan(model.config, 1 << 30, "cpu", tensor_parallel_size=2)
+    assert num_sums == collectives(plan, 1).num_all_reduces, name
 
 runner.row_bucket = lambda count, num_slots: num_slots  # fewer programs
 params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 problems = []
-for name, (folder, preemption, num_drafts, jobs) in json.loads(sys.argv[1]).items():
+for name, (folder, preemption, num_drafts, jobs) in json.loads(engines).items():
 
     def draft(_, sequence):
         tokens, count = jobs[sequence.request.request_id][1], sequence.num_generated
@@ -85,12 +101,18 @@ for name, (folder, preemption, num_drafts, jobs) in json.loads(sys.argv[1]).item
     plan = make_plan(model.config, 1 << 30, "cpu", tensor_parallel_size=2)
     num_sums = lowered.as_text().count('"stablehlo.all_reduce"')
     facts["sums"] = num_sums == collectives(plan, 1).num_all_reduces
+    # Each device has a share of the states of recurrent layers.
+    states = engine.cache.states
+    facts["states"] = all(
+        2 * pool.addressable_shards[0].data.shape[2] == pool.shape[2]
+        for pool in (() if states is None else states.pools[0])
+    )
     problems += [(name, key) for key, is_right in facts.items() if not is_right]
 assert not problems, problems
 """
 
 
-def test_engines_on_two_devices_match_transformers(tmp_path) -> None:
+def test_families_on_two_devices_match_transformers(tmp_path) -> None:
     """Prompts share a beginning, which later prompts find in the prefix cache; blocks run out."""
     tokens = np.random.default_rng(0).integers(2, families.VOCAB_SIZE, 110).tolist()
     ends = {"first": 80, "second": 90, "third": 100}
@@ -104,4 +126,12 @@ def test_engines_on_two_devices_match_transformers(tmp_path) -> None:
             for key, prompt in prompts.items()
         }
         cases[name] = str(tmp_path / name), *options, jobs
-    run_on_devices(_PROGRAM, json.dumps(cases), num_devices=2)
+    expected, sequence = {}, np.asarray(tokens[:NUM_SCORED], np.int32)
+    for name in LOGITS:
+        theirs = families.reference(families.CASES[name])
+        theirs.save_pretrained(tmp_path / name)
+        expected[name] = families.logits(theirs, sequence[None])[0]
+        assert np.std(expected[name]) > 0.2  # otherwise any model would match
+    np.save(tmp_path / "tokens.npy", sequence)
+    np.savez(tmp_path / "logits.npz", **expected)
+    run_on_devices(_PROGRAM, json.dumps(cases), tmp_path, num_devices=2)

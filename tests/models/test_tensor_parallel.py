@@ -9,64 +9,35 @@ from paged_jax.models.tensor_parallel import shard_config, widen_config
 from tests.support.decode_step import LLAMA_3_8B
 from tests.support.processes import run_on_devices
 
-_DIVIDED = """
+_HEAD = """
+import dataclasses
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec
-
-from paged_jax.models.layer_attention import Heads, Recurrence, causal_attention
-from paged_jax.models.loading.parameters import named_arrays
-from paged_jax.models.tensor_parallel import TensorParallel
+from tests.support import tensor_parallel
 from tests.support.covering import all_pairs
-from tests.support.tensor_parallel import CONFIG, make_model
-
-TOKENS = jax.random.randint(jax.random.key(2), (12,), 0, CONFIG.vocab_size, jnp.int32)
-
-
-def logits(model, tokens):
-    def attend(index, heads, carry):
-        if isinstance(heads, Recurrence):
-            rows = heads._replace(inputs=tuple(x[None] for x in heads.inputs))
-        else:
-            q, k, v = heads.split()
-            switches = heads.sm_scale, heads.soft_cap, heads.sinks
-            rows = Heads(q[None], k[None], v[None], *switches)
-        return causal_attention(model.config)(index, rows, ())[0][0], carry
-
-    positions = jnp.arange(len(tokens), dtype=jnp.int32)
-    return model.logits(model.hidden_states(tokens, positions, attend, ())[0])
+from tests.support.random_model import random_llama
+from tests.support.tensor_parallel import CONFIG, divided_logits
 
 
-def divided_logits(model, num_devices):
-    mesh = jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
-    parallel = TensorParallel.create("test", mesh, model.config)
-    state = nnx.state(model)
-    arrays, treedef = jax.tree.flatten(state)
-    names = list(named_arrays(state))
-    laid_out = [parallel.to_program_layout(name, x) for name, x in zip(names, arrays)]
-    for name, x, y in zip(names, arrays, laid_out):
-        same = parallel.to_model_layout(name, y)
-        assert same.shape == x.shape and (same == x).all(), name
-    specs = [parallel.program_spec(name, x.shape) for name, x in zip(names, arrays)]
-    graphdef = nnx.graphdef(model.make_shard(parallel))
-    run = lambda arrays: logits(nnx.merge(graphdef, jax.tree.unflatten(treedef, arrays)), TOKENS)
-    run = jax.jit(jax.shard_map(run, mesh=parallel.mesh, in_specs=(specs,),
-                                out_specs=PartitionSpec(), check_vma=False))
-    text = run.lower(laid_out).as_text()
-    return run(laid_out), text.count('"stablehlo.all_reduce"')
+def make_model(**changes):
+    return random_llama(dataclasses.replace(CONFIG, **changes), scale=0.35)
+
+
+logits = nnx.jit(tensor_parallel.logits)
+TOKENS = jax.random.randint(jax.random.key(2), (12,), 0, CONFIG.vocab_size, "int32")
 """
 
+# The other programs have layers without norms of heads, and models with only dense layers.
 _SAME_LOGITS = """
 FACTORS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5,
            "logit_scale": 0.7, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-MLPS = {"dense": {},
-        "experts": EXPERTS | {"expert_bias": True, "norm_topk_prob": True, "swiglu_limit": 0.5},
+MLPS = {"experts": EXPERTS | {"expert_bias": True, "norm_topk_prob": True, "swiglu_limit": 0.5},
         "shared": EXPERTS | {"shared_expert_intermediate_size": 20},
         "some dense": EXPERTS | {"mlp_layer_types": ("dense", "sparse")}}
-NORMS = {"none": {}, "head": {"qk_norm": True},
+NORMS = {"head": {"qk_norm": True},
          "own": {"qk_norm": True, "qk_norm_scope": "own"},
          "projection": {"qk_norm": True, "qk_norm_scope": "projection"}}
 rows = all_pairs({
@@ -91,18 +62,12 @@ for row in rows:
         qkv_bias=row["biases"], o_bias=row["biases"], mlp_bias=row["biases"],
         attention_sinks=row["biases"],
         **MLPS[row["mlp"]], **NORMS[row["norms"]], **(FACTORS if row["factors"] else {}))
-    same, num_sums = divided_logits(model, row["num_devices"])
-    np.testing.assert_allclose(same, nnx.jit(logits)(model, TOKENS), atol=2e-5, err_msg=str(row))
+    same, num_sums = divided_logits(model, row["num_devices"], TOKENS)
+    np.testing.assert_allclose(same, logits(model, TOKENS), atol=2e-5, err_msg=str(row))
     sums = 1 if row["norm_placement"] == "parallel" else 2
     sums += row["norms"] == "projection"
     assert num_sums == CONFIG.num_hidden_layers * sums + 1, (num_sums, row)
 """
-
-
-@pytest.mark.slow
-def test_logits_match_a_single_device() -> None:
-    run_on_devices(_DIVIDED + _SAME_LOGITS)
-
 
 _OTHER_SWITCHES = """
 from paged_jax.models.family import Router
@@ -127,16 +92,10 @@ LLAMA_4 = dict(qk_norm=True, qk_norm_weight=False, qk_norm_layers=(True, False),
 for num_devices, changes in ((2, GEMMA_4), (4, dict(attention_gate=True)), (2, EXPERTS),
                              (2, GEMMA_3N), (4, LLAMA_4)):
     model = make_model(**changes)
-    same, _ = divided_logits(model, num_devices)
-    expected = nnx.jit(logits)(model, TOKENS)
+    same, _ = divided_logits(model, num_devices, TOKENS)
+    expected = logits(model, TOKENS)
     np.testing.assert_allclose(same, expected, atol=2e-5, err_msg=str(changes))
 """
-
-
-@pytest.mark.slow
-def test_heads_gates_and_routers_match_a_single_device() -> None:
-    run_on_devices(_DIVIDED + _OTHER_SWITCHES)
-
 
 _RECURRENT = """
 from paged_jax.models.mixer_sizes import GatedDeltaNet, KimiDelta, Mamba2, ShortConvolution
@@ -156,24 +115,28 @@ for num_devices, mixer, num_means in (
     (4, Mamba2(conv_width=4, num_groups=1, norm="none", **MAMBA), 0),
 ):
     model = make_model(layer_types=("linear_attention", "full_attention"), mixer=mixer)
-    same, num_sums = divided_logits(model, num_devices)
-    np.testing.assert_allclose(same, nnx.jit(logits)(model, TOKENS), atol=2e-5, err_msg=str(mixer))
+    same, num_sums = divided_logits(model, num_devices, TOKENS)
+    np.testing.assert_allclose(same, logits(model, TOKENS), atol=2e-5, err_msg=str(mixer))
     assert num_sums == CONFIG.num_hidden_layers * 2 + 1 + num_means, (num_sums, mixer)
 """
 
 
 @pytest.mark.slow
-def test_recurrent_layers_match_a_single_device() -> None:
-    run_on_devices(_DIVIDED + _RECURRENT)
+def test_logits_match_a_single_device() -> None:
+    """All programs run in one process, because a process takes seconds to start."""
+    run_on_devices(_HEAD + _SAME_LOGITS + _OTHER_SWITCHES + _RECURRENT)
 
 
 _SHARED_HEADS = """
+from paged_jax.models.loading.parameters import named_arrays
+from paged_jax.models.tensor_parallel import TensorParallel
+
 # Two devices share a KV head with four queries. Each computes two queries.
 # The vocabulary is odd, so it is padded.
 model = make_model(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=1, vocab_size=47,
                    qk_norm=True, qk_norm_scope="projection")
-same, _ = divided_logits(model, 2)
-np.testing.assert_allclose(same, nnx.jit(logits)(model, TOKENS), atol=2e-5)
+same, _ = divided_logits(model, 2, TOKENS)
+np.testing.assert_allclose(same, logits(model, TOKENS), atol=2e-5)
 parallel = TensorParallel.create("test", jax.make_mesh((2,), ("x",)), model.config)
 state = nnx.state(model)
 arrays, treedef = jax.tree.flatten(state)
@@ -197,7 +160,7 @@ assert len(checked) == 4, checked
 
 def test_devices_with_the_same_kv_head_compute_different_queries() -> None:
     """Check the weights of each device, and the logits of both (quick test)."""
-    run_on_devices(_DIVIDED + _SHARED_HEADS, num_devices=2)
+    run_on_devices(_HEAD + _SHARED_HEADS, num_devices=2)
 
 
 @pytest.mark.parametrize("num_devices, heads, kv_heads", [(1, 32, 8), (8, 4, 1), (32, 1, 1)])

@@ -5,11 +5,17 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from paged_jax import Engine, SamplingParams
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.layer_attention import Heads, Recurrence, causal_attention
 from paged_jax.models.llama import Llama
+from paged_jax.models.loading.parameters import named_arrays
+from paged_jax.models.tensor_parallel import TensorParallel
 from paged_jax.runner.programs import list_calls
 
 # Two KV heads, which 4 and 8 devices must share, and a vocabulary that neither number divides.
@@ -42,6 +48,52 @@ def make_model(*, scan_layers: bool = False, seed: int = 1, **changes: Any) -> L
     leaves = [x + y for x, y in zip(leaves, noise, strict=True)]
     nnx.update(model, jax.tree.unflatten(treedef, leaves))
     return model
+
+
+def logits(model: Llama, tokens: jax.Array) -> jax.Array:
+    """Return the logits f32[T, V] of a sequence i32[T], computed without a cache."""
+    attend = causal_attention(model.config)
+
+    def attend_to_sequence(index, inputs, carry):
+        if isinstance(inputs, Recurrence):
+            row = inputs._replace(inputs=tuple(x[None] for x in inputs.inputs))
+        else:
+            heads = (x[None] for x in inputs.split())
+            row = Heads(*heads, inputs.sm_scale, inputs.soft_cap, inputs.sinks, inputs.value_dim)
+        return attend(index, row, ())[0][0], carry
+
+    positions = jnp.arange(len(tokens), dtype=jnp.int32)
+    return model.logits(model.hidden_states(tokens, positions, attend_to_sequence, ())[0])
+
+
+def divided_logits(model: Llama, num_devices: int, tokens: jax.Array) -> tuple[jax.Array, int]:
+    """Return the logits of a model that is divided over devices, and the number of all-reduces.
+
+    Check too that changing the layout of each parameter and back does not change its values.
+    """
+    mesh = jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
+    parallel = TensorParallel.create("test", mesh, model.config)
+    state = nnx.state(model)
+    arrays, treedef = jax.tree.flatten(state)
+    names = list(named_arrays(state))
+    laid_out = [parallel.to_program_layout(name, x) for name, x in zip(names, arrays, strict=True)]
+    for name, x, y in zip(names, arrays, laid_out, strict=True):
+        same = parallel.to_model_layout(name, y)
+        np.testing.assert_array_equal(np.asarray(same), np.asarray(x), name, strict=True)
+    specs = [parallel.program_spec(name, x.shape) for name, x in zip(names, arrays, strict=True)]
+    graphdef = nnx.graphdef(model.make_shard(parallel))
+
+    def run(arrays: list[jax.Array]) -> jax.Array:
+        return logits(nnx.merge(graphdef, jax.tree.unflatten(treedef, arrays)), tokens)
+
+    program = jax.jit(
+        jax.shard_map(
+            run, mesh=parallel.mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False
+        )
+    )
+    lowered = program.lower(laid_out)
+    num_sums = lowered.as_text().count('"stablehlo.all_reduce"')
+    return lowered.compile()(laid_out), num_sums
 
 
 def generate(engine: Engine) -> list[list[list[int]]]:
