@@ -1,10 +1,10 @@
 """Each model family compared with Hugging Face transformers, on small random weights.
 
 Entries of `tests.support.families.CASES` are tested without a cache and in an engine. The engine's
-pool is so small that it preempts sequences. `ENGINES` has the options of the engines: together, all
-engines run each kind of layer with three backends, with both kinds of preemption, with and without
-drafts, and with scores. Other combinations run only with ``-m exhaustive``. Entries of `VARIANTS`
-are only loaded, run without a cache, and saved.
+pool is so small that it preempts sequences. `ENGINES` has the options of the engines. Together with
+the engines on two devices, which use XLA, they run each kind of layer with three backends, with
+both kinds of preemption, with and without drafts, and with scores. Other combinations run only with
+``-m exhaustive``. Entries of `VARIANTS` are only loaded, run without a cache, and saved.
 """
 
 import collections
@@ -31,6 +31,7 @@ from paged_jax.models.loading.huggingface import save_weights
 from paged_jax.models.matrices import look_up_differentiably
 from paged_jax.runner import runner
 from paged_jax.scheduler.request import Sequence
+from tests.engine import test_tensor_parallel_families as two_devices
 from tests.support import families
 from tests.support.families import CASES, VARIANTS, VOCAB_SIZE
 from tests.support.workload import Job, check_empty, play
@@ -46,81 +47,47 @@ TOKENS = np.random.default_rng(0).integers(2, VOCAB_SIZE, (1, LENGTH), np.int32)
 
 
 # Options of the engines of each case: the backend, the kind of preemption, whether the engine
-# verifies drafts, and whether it scores a prompt. A case with a kind of layer that no other case
-# has runs three engines. `test_engines_cover_each_kind_of_layer_with_each_option` checks the table.
+# verifies drafts, and whether it scores a prompt. Most cases run one engine with the CPU kernels,
+# which compile in the least time. A case with a kind of layer that no other case has runs two or
+# three engines. `test_engines_cover_each_kind_of_layer_with_each_option` checks the table.
 ENGINES = {
-    "llama": ("triton recompute",),
-    "mistral": ("xla swap scores",),
-    "qwen2 with windows in some layers": ("triton recompute",),
-    "qwen3 tied": ("xla swap",),
-    "gemma3": ("triton recompute",),
-    "gemma2": (
-        "xla swap drafts scores",
-        "triton recompute",
-        "cpu swap",
-    ),
-    "phi3 with longrope of half a head, and a window": ("triton recompute drafts",),
-    "olmo2": ("cpu swap",),
-    "olmo3 with yarn": ("triton recompute drafts",),
-    "smollm3": ("cpu swap",),
-    "granite": ("triton recompute",),
-    "glm4": ("cpu swap",),
-    "cohere2": ("xla swap scores",),
-    "mixtral": ("triton recompute",),
-    "qwen2_moe": ("triton recompute",),
-    "qwen3_moe": ("xla swap",),
-    "olmoe": ("triton recompute",),
-    "gpt_oss": (
-        "xla swap drafts scores",
-        "triton recompute",
-        "cpu swap",
-    ),
-    "glm4_moe": ("triton recompute",),
-    "gemma3n": (
-        "xla swap drafts scores",
-        "triton recompute",
-        "cpu swap",
-    ),
-    "gemma4": ("xla swap scores",),
-    "gemma4 with embeddings per layer and shared keys": ("xla swap drafts scores",),
-    "gemma4 with experts": (
-        "triton recompute drafts",
-        "cpu swap",
-    ),
-    "ministral3": ("cpu swap",),
-    "deepseek_v2": ("triton recompute",),
+    "llama": ("cpu swap",),
+    "mistral": ("triton recompute",),
+    "qwen2 with windows in some layers": ("cpu recompute",),
+    "qwen3 tied": ("cpu recompute",),
+    "gemma3": ("cpu recompute",),
+    "gemma2": ("xla swap scores", "triton swap", "cpu recompute drafts"),
+    "phi3 with longrope of half a head, and a window": ("xla recompute drafts",),
+    "olmo2": ("triton recompute",),
+    "olmo3 with yarn": ("cpu swap drafts scores",),
+    "smollm3": ("cpu recompute",),
+    "granite": ("cpu recompute",),
+    "glm4": ("cpu recompute",),
+    "cohere2": ("cpu recompute",),
+    "mixtral": ("cpu recompute",),
+    "qwen2_moe": ("cpu recompute",),
+    "qwen3_moe": ("cpu swap",),
+    "olmoe": ("cpu recompute",),
+    "gpt_oss": ("xla swap drafts scores", "triton recompute", "cpu swap"),
+    "glm4_moe": ("cpu recompute",),
+    "gemma3n": ("triton recompute drafts", "cpu swap scores"),
+    "gemma4": ("cpu swap scores",),
+    "gemma4 with embeddings per layer and shared keys": ("cpu recompute",),
+    "gemma4 with experts": ("triton recompute drafts",),
+    "ministral3": ("cpu swap scores",),
+    "deepseek_v2": ("cpu recompute",),
     "deepseek_v3": ("cpu swap",),
     "minimax_m2": ("xla swap scores",),
-    "llama4": (
-        "xla swap drafts scores",
-        "triton recompute",
-        "cpu swap",
-    ),
-    "lfm2_moe": (
-        "xla swap scores",
-        "triton recompute drafts",
-        "cpu swap",
-    ),
-    "qwen3_5": ("xla swap drafts scores",),
-    "qwen3_5_moe": ("cpu swap scores",),
-    "qwen3_next": ("triton recompute",),
-    "granitemoehybrid": ("cpu swap scores",),
-    "falcon_h1": (
-        "xla swap drafts scores",
-        "triton recompute",
-        "cpu swap",
-    ),
-    "olmo_hybrid": ("triton recompute",),
-    "kimi_linear": (
-        "xla swap drafts scores",
-        "triton recompute",
-        "cpu swap",
-    ),
-    "nemotron_h": (
-        "xla swap scores",
-        "triton recompute drafts",
-        "cpu swap",
-    ),
+    "llama4": ("xla swap drafts scores", "triton recompute", "cpu swap"),
+    "lfm2_moe": ("triton swap drafts scores", "cpu recompute"),
+    "qwen3_5": ("cpu swap drafts scores",),
+    "qwen3_5_moe": ("cpu recompute",),
+    "qwen3_next": ("triton swap",),
+    "granitemoehybrid": ("cpu recompute",),
+    "falcon_h1": ("triton recompute", "cpu swap drafts scores"),
+    "olmo_hybrid": ("cpu recompute",),
+    "kimi_linear": ("triton swap scores", "cpu recompute drafts"),
+    "nemotron_h": ("xla swap scores", "triton recompute drafts", "cpu swap"),
 }
 
 
@@ -229,15 +196,24 @@ def kinds_of_layers(config: LlamaConfig) -> set[str]:
 
 
 def test_engines_cover_each_kind_of_layer_with_each_option(tmp_path) -> None:
-    covered = collections.defaultdict(set)
+    """Also checks that each backend runs with each other option."""
+    covered, combined = collections.defaultdict(set), set()
     for name, case in CASES.items():
         families.reference_config(case).save_pretrained(tmp_path / name)
-        for kind in kinds_of_layers(LlamaConfig.from_file(tmp_path / name)):
-            for row in ENGINES[name]:
-                covered[kind] |= {*row.split(), "drafts" if "drafts" in row else "no drafts"}
-    options = {*BACKENDS, "swap", "recompute", "drafts", "no drafts", "scores"}
+        kinds = kinds_of_layers(LlamaConfig.from_file(tmp_path / name))
+        rows = [
+            (*row.split(), "drafts" if "drafts" in row else "no drafts") for row in ENGINES[name]
+        ]
+        combined.update((backend, option) for backend, *others in rows for option in others)
+        if name in two_devices.ENGINES:
+            rows.append(("xla",))
+        for kind in kinds:
+            covered[kind].update(*rows)
+    others = {"swap", "recompute", "drafts", "no drafts", "scores"}
+    options = {*BACKENDS, *others}
     assert len(covered) > 20
     assert {kind: options - found for kind, found in covered.items() if found != options} == {}
+    assert combined == set(itertools.product(BACKENDS, others))
 
 
 def engine_params() -> list[Any]:
@@ -380,7 +356,7 @@ def test_engine_of_a_variant_matches_transformers(model_type, tmp_path) -> None:
     theirs.save_pretrained(tmp_path)
     engine = Engine(
         Llama.from_pretrained(tmp_path), block_size=8, num_blocks=24, max_num_seqs=1,
-        max_model_len=128, max_chunk=16, backend="xla",
+        max_model_len=128, max_chunk=16, backend="cpu",
     )  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=NUM_TOP)
     output = play(engine, [Job("a", {"prompt_token_ids": TOKENS[0, :41].tolist()}, params)])["a"]

@@ -1,7 +1,7 @@
 """Tiny checkpoints of every family, created and saved by transformers.
 
-An entry of `CASES` tests a family: its logits, and the output of one or two engines. Each case has
-a layer of each kind, and a window that is shorter than its sequences. All weights are random,
+An entry of `CASES` tests a family: its logits, and the output of one to three engines. Each case
+has a layer of each kind, and a window that is shorter than its sequences. All weights are random,
 including norms and biases.
 """
 
@@ -334,8 +334,7 @@ CASES = {
     "lfm2_moe": Case(
         "lfm2_moe",
         {
-            "num_hidden_layers": 3,
-            "layer_types": ["conv", "full_attention", "conv"],
+            "layer_types": ["conv", "full_attention"],
             "num_dense_layers": 1,
             "num_experts": 6,
             "num_experts_per_tok": 2,
