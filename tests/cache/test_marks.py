@@ -100,7 +100,7 @@ class Simulation:
         words = np.stack([np.frombuffer(digest, np.uint32) for digest in digests])
         blocks = np.array([tokens[end - C : end] for end in ends], np.int32)
         slots, marks = np.full(len(ends), slot, np.int32), np.ones(len(ends), bool)
-        # Pad the rows to one number, so that JAX compiles for one shape.
+        # Pad to a fixed number of rows, so that JAX compiles a single program.
         padding = MAX_BLOCKS - len(ends)
         arrays: Any = [
             np.pad(each, [(0, padding)] + [(0, 0)] * (each.ndim - 1))

@@ -31,7 +31,9 @@ from paged_jax.server.metrics import Metrics
 from paged_jax.server.snapshot import EngineSnapshot
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import CONFIG, EOS, save_tokenizer_for_forms
-from tests.support.workload import Job, check_empty, check_groups, finish, full_batch, play
+from tests.support.workload import Job, check_empty, check_groups, finish, play
+
+pytestmark = pytest.mark.usefixtures("padded_rows")
 
 CONTEXT, WINDOW = 160, 24
 SIZES: dict[str, Any] = {
@@ -55,7 +57,7 @@ def make_config(kind: str) -> LlamaConfig:
         return TwoWindows(**fields | {"num_hidden_layers": 3})
     if kind == "window only":
         return LlamaConfig(**fields | {"model_type": "mistral"})
-    # A group of two layers in the first model, and of one layer in the second.
+    # "mixed" has two layers with a window, "other heads" has a single layer with a window.
     num_sliding = 1 if kind == "other heads" else 2
     layers = ("sliding_attention",) * num_sliding + ("full_attention",)
     fields |= {"num_hidden_layers": len(layers), "layer_types": layers, "model_type": "qwen3"}
@@ -69,12 +71,6 @@ def make_config(kind: str) -> LlamaConfig:
 NUM_BLOCKS = {"mixed": 20, "other heads": 20, "two windows": 34, "window only": 9}
 # Enough for the window and the chunk of three beams.
 MORE_BLOCKS = {"mixed": 20, "window only": 18}
-
-
-@pytest.fixture(autouse=True)
-def padded_rows(monkeypatch) -> None:
-    """Pad one row to four, which saves a third of an engine's programs."""
-    monkeypatch.setattr(runner, "row_bucket", full_batch)
 
 
 @pytest.fixture(scope="module")

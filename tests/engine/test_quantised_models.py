@@ -32,7 +32,8 @@ from paged_jax.runner.sizes import row_bucket
 from tests.support.compiler import needs_vnni
 from tests.support.processes import run_on_devices
 from tests.support.random_model import random_llama
-from tests.support.workload import full_batch
+
+pytestmark = pytest.mark.usefixtures("padded_rows")
 
 # Checkpoints with an engine of their own, each with other options: each option meets several
 # formats. All other checkpoints have formats of these and of `MIXTURES`.
@@ -113,18 +114,18 @@ def combine(data_dir, names) -> Llama:
     return spec.build(lambda name, *_: arrays[name])
 
 
-@pytest.fixture(autouse=True)
-def padded_rows(monkeypatch) -> None:
-    """Pad one row to four, which saves a third of an engine's programs."""
-    monkeypatch.setattr(runner, "row_bucket", full_batch)
-
-
-def check_tokens(llm: LLM) -> list[list[list[int]]]:
-    """Check that forks, prefix cache and preemption give the tokens of requests alone."""
+def generate_alone(llm: LLM) -> list[list[list[int]]]:
+    """Return the tokens of each prompt without other requests or cached prefixes."""
     alone = []
     for prompt in PROMPTS:
         llm.reset_prefix_cache()
         alone += generate(llm, [prompt])
+    return alone
+
+
+def check_tokens(llm: LLM) -> list[list[list[int]]]:
+    """Check that forks, prefix cache and preemption give the tokens of requests alone."""
+    alone = generate_alone(llm)
     assert not llm.stats.num_preemptions
     llm.reset_prefix_cache()
     assert generate(llm) == alone
@@ -223,7 +224,7 @@ _ON_TWO_DEVICES = """
     from paged_jax.models.loading.parameters import named_arrays
     from paged_jax.runner import runner
     from tests.engine.test_quantised_models import (
-        PROMPTS, SIZES, as_floats, combine, generate, path_of
+        SIZES, as_floats, combine, generate, generate_alone, path_of
     )
     from tests.support.workload import full_batch
 
@@ -280,10 +281,7 @@ _ON_TWO_DEVICES = """
     if has_vnni:
         options = {"tensor_parallel_size": 2, "int8_activations": True, "dtype": "float32"}
         divided = LLM(path_of(data_dir, "gguf-q4_0"), **SIZES, **options)
-        alone = []
-        for prompt in PROMPTS:
-            divided.reset_prefix_cache()
-            alone += generate(divided, [prompt])
+        alone = generate_alone(divided)
         divided.reset_prefix_cache()
         assert generate(divided) == alone, "int8 activations"
 """

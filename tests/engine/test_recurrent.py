@@ -1,6 +1,6 @@
 """Engine with recurrent layers: the same tokens as the plain model, whatever happens to a request.
 
-The model is `tests.support.recurrent_model`, whose states are wrong if a token is applied twice or
+The model is `tests.support.recurrent_model`. Its states are wrong if a token is applied twice or
 skipped, or if a state comes from another sequence.
 """
 
@@ -32,7 +32,9 @@ from tests.support.recurrent_model import (
     make_model,
     token_logprobs,
 )
-from tests.support.workload import Job, full_batch, play
+from tests.support.workload import Job, play
+
+pytestmark = pytest.mark.usefixtures("padded_rows")
 
 SIZES: dict[str, Any] = {
     "block_size": 4, "max_num_seqs": 4, "max_model_len": 128, "max_chunk": 16, "num_blocks": 44,
@@ -40,12 +42,6 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 # Tokens between the points where chunks end, fewer than usual.
 INTERVAL = 8
-
-
-@pytest.fixture(autouse=True)
-def padded_rows(monkeypatch) -> None:
-    """Pad one row to four, so that engines have fewer programs."""
-    monkeypatch.setattr(runner, "row_bucket", full_batch)
 
 
 @pytest.fixture(autouse=True)
@@ -237,7 +233,7 @@ def test_reset_prefix_cache_forgets_all_snapshots() -> None:
 
 
 def test_ngram_drafts_change_no_token() -> None:
-    """The tokens repeat earlier tokens, so the drafter finds drafts, of which some are right."""
+    """The tokens repeat earlier tokens, so the drafter finds drafts, and some are right."""
     prompt = random_tokens(0, 7) * 4
     params = greedy(60, logit_bias=dict.fromkeys(range(4), 8.0))
     outputs = []

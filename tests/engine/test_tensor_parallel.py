@@ -7,8 +7,8 @@ from tests.support.tiny_model import save_tokenizer_for_forms
 
 # Each value of each option (dtype of pools and weights, preemption, scanned layers, drafts) occurs
 # on two devices, with a KV head each, and on eight, which share the KV heads. Scores and beams are
-# compared in int8 here, and in float32 by `_FEATURES`. The int8 reference is on a mesh of one
-# device.
+# compared in int8 here, and in float32 by `_FEATURES`. The engine of the reference
+# in int8 has a mesh with a single device.
 _SAME_TOKENS = """
 import sys
 
@@ -309,11 +309,10 @@ assert "must be on one device, got weights on 2 devices. Pass mesh=" in refusal(
 _HEAD = """
 import jax
 from paged_jax.runner import runner
+from tests.support.workload import full_batch
 
-unpadded = runner.row_bucket
-
-def pad_one_row(is_padded=True):
-    runner.row_bucket = (lambda count, num_slots: num_slots) if is_padded else unpadded
+def pad_one_row():
+    runner.row_bucket = full_batch
 
 def num_compiled(engine):
     return sum(program.jitted._cache_size() for program in engine.core.executor.programs)

@@ -50,17 +50,22 @@ from paged_jax.engine.memory_plan import collectives, make_plan
 from paged_jax.runner import runner
 from paged_jax.runner.programs import list_calls
 from tests.support.tensor_parallel import divided_logits
-from tests.support.workload import Job, check_empty, play
+from tests.support.workload import Job, check_empty, full_batch, play
+
+
+def planned_sums(config):
+    plan = make_plan(config, 1 << 30, "cpu", tensor_parallel_size=2)
+    return collectives(plan, 1).num_all_reduces
+
 
 engines, folder = sys.argv[1:]
 for name, expected in np.load(folder + "/logits.npz").items():
     model = Llama.from_pretrained(folder + "/" + name, scan_layers=False)
     logits, num_sums = divided_logits(model, 2, np.load(folder + "/tokens.npy"))
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4, err_msg=name)
-    plan = make_plan(model.config, 1 << 30, "cpu", tensor_parallel_size=2)
-    assert num_sums == collectives(plan, 1).num_all_reduces, name
+    assert num_sums == planned_sums(model.config), name
 
-runner.row_bucket = lambda count, num_slots: num_slots  # fewer programs
+runner.row_bucket = full_batch
 params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 problems = []
 for name, (folder, preemption, num_drafts, jobs) in json.loads(engines).items():
@@ -98,9 +103,8 @@ for name, (folder, preemption, num_drafts, jobs) in json.loads(engines).items():
     calls = list_calls(executor.programs, executor.sizes, engine.cache)
     call = [call for call in calls if call.name == "decode of 3 samples"][0]
     lowered = call.program.lower(executor.weights.arrays, executor.state, *call.args, **call.static)
-    plan = make_plan(model.config, 1 << 30, "cpu", tensor_parallel_size=2)
     num_sums = lowered.as_text().count('"stablehlo.all_reduce"')
-    facts["sums"] = num_sums == collectives(plan, 1).num_all_reduces
+    facts["sums"] = num_sums == planned_sums(model.config)
     # Each device has a share of the states of recurrent layers.
     states = engine.cache.states
     facts["states"] = all(

@@ -74,7 +74,7 @@ def problem(case, num_rows):
 
 
 def multiply_parts(program, x, w):
-    """Multiply all rows, the last 18 and the last one, in one program; also return its text."""
+    """Multiply all rows, the last 18 rows and the last row. Return the text of the program too."""
 
     @jax.jit
     def run(x, w):
@@ -321,7 +321,7 @@ def test_int8_inputs_of_experts(code) -> None:
     np.testing.assert_allclose(plain, got, rtol=1e-4, atol=1e-4)
 
 
-# Names of processors for the compiler, and instructions by which a processor can run their code.
+# Names of processors for the compiler. A processor with these instructions can run the code.
 PROCESSORS = {
     "x86-64": "sse2",
     "haswell": "avx2",

@@ -61,7 +61,7 @@ def check(batch: PagedBatch, q, query_lens, backend, *, rtol=0.0, atol=1e-5, **o
 
 
 def batch_of(name: str, lengths: Any, **sizes: Any) -> PagedBatch:
-    """Return sequences for a backend: one head with keys of D elements, of which U are values."""
+    """Return sequences for a backend: a head with keys of D elements. The first U are values."""
     sizes = {"K": 1, "D": D, "value_dim": U} | sizes
     return PagedBatch.random(lengths, lanes=lanes_for(BACKENDS[name], sizes["D"]), **sizes)
 

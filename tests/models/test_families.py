@@ -34,7 +34,7 @@ from paged_jax.scheduler.request import Sequence
 from tests.engine import test_tensor_parallel_families as two_devices
 from tests.support import families
 from tests.support.families import CASES, VARIANTS, VOCAB_SIZE
-from tests.support.workload import Job, check_empty, play
+from tests.support.workload import Job, check_empty, full_batch, play
 
 # Importing torch and transformers takes seconds.
 pytestmark = pytest.mark.slow
@@ -217,7 +217,7 @@ def test_engines_cover_each_kind_of_layer_with_each_option(tmp_path) -> None:
 
 
 def engine_params() -> list[Any]:
-    """Return the parameters of all engines; those that `ENGINES` does not name are exhaustive."""
+    """Return the parameters of all engines. An engine that is not in `ENGINES` is exhaustive."""
     params = []
     for number, (name, rows) in enumerate(ENGINES.items()):
         params += [pytest.param(name, row, id=f"{name}-{row}") for row in rows]
@@ -244,7 +244,7 @@ def test_engine_matches_transformers(case, model, products, monkeypatch, options
     backends = {**dispatch.BACKENDS, "triton": families.InterpretedTriton()}
     monkeypatch.setattr(dispatch, "BACKENDS", backends)
     # One row is padded to four, which saves a program a case.
-    monkeypatch.setattr(runner, "row_bucket", lambda count, num_slots: num_slots)
+    monkeypatch.setattr(runner, "row_bucket", full_batch)
     engine = Engine(
         model,
         block_size=8,

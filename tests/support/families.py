@@ -1,6 +1,6 @@
 """Tiny checkpoints of every family, created and saved by transformers.
 
-An entry of `CASES` tests a family: its logits, and the output of one to three engines. Each case
+An entry of `CASES` tests a family: its logits, and the output of up to three engines. Each case
 has a layer of each kind, and a window that is shorter than its sequences. All weights are random,
 including norms and biases.
 """
