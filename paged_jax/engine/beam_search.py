@@ -237,7 +237,7 @@ class BeamChoice:
         return self._best(self._completed + self.beams)
 
     def output(self, tokenizer: Tokenizer | None) -> BeamSearchOutput:
-        """Return the best W beams as sequences of tokens with their texts."""
+        """Return the best `beam_width` beams as sequences of tokens with their texts."""
         return BeamSearchOutput([self._sequence(beam, tokenizer) for beam in self.best()])
 
     def _best(self, beams: list[Beam]) -> list[Beam]:

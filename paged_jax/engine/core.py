@@ -419,7 +419,7 @@ class EngineCore:
         """Check that this process is process 0, which runs the scheduler.
 
         Raises:
-          RuntimeError: this process is another process.
+          RuntimeError: this process is not process 0.
         """
         if not self.is_leader:
             raise RuntimeError(

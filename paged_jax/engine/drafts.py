@@ -68,8 +68,8 @@ class Drafter:
     Args:
       max_drafts: maximum number of draft tokens per sequence; 0 disables drafts.
       stats: statistics of the engine; `count` updates them.
-      state_interval: in models with recurrent layers, a number of tokens: a step never verifies
-        draft tokens past the next multiple of it. None in other models.
+      state_interval: None in models without recurrent layers. In other models, a step verifies no
+        draft tokens past the next multiple of this number of tokens.
     """
 
     def __init__(self, max_drafts: int, stats: EngineStats, state_interval: int | None = None):

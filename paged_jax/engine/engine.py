@@ -41,7 +41,8 @@ class Engine:
       tokenizer: the tokenizer; None if there is none.
       config: the configuration of the model.
       generation_config: sampling defaults that come with the model, see `GenerationConfig`.
-      eos_token_ids, token_bias: end-of-sequence tokens; biases of the logits of every request.
+      eos_token_ids: ids of the end-of-sequence tokens.
+      token_bias: biases that are added to the logits of every request.
       num_blocks: P, number of blocks in the pool of the first group of layers.
       block_size, max_num_seqs, enable_prefix_caching: see `EngineConfig`.
       max_model_len: maximum number of tokens in a sequence, prompt included.
@@ -228,8 +229,8 @@ class Engine:
             self.delivery.drop(kept)
             return outputs
         except BaseException:
-            # The step was interrupted, and the request table no longer has the requests that ended
-            # in it. Keep these in `delivery`: the next call of `step` returns them.
+            # The step was interrupted. The request table no longer has the requests that ended in
+            # this step, so keep them in `delivery`. The next call of `step` returns them.
             self.delivery.deliver(touched)
             self.delivery.keep(kept)
             raise

@@ -218,8 +218,9 @@ class Footprint(NamedTuple):
           (101, 1810, 10)
         """
         # All pools have as many blocks as the first pool, except that the pool of a group with a
-        # window has at most `max_blocks`. Subtract the bytes of the pools that reach this maximum,
-        # in ascending order of the maximum. The other pools get equal numbers of blocks.
+        # window has at most `max_blocks`. Find the pools that reach this maximum, beginning with
+        # the smallest maximum, and subtract their bytes from `num_bytes`. The bytes that remain are
+        # divided among the other pools, which have equal numbers of blocks.
         others = [group for group in self.groups[1:] if group.window is not None]
         growing = sum(group.block + with_overhead * group.overhead for group in self.groups)
         for group in sorted(others, key=lambda group: group.max_blocks):
@@ -231,7 +232,7 @@ class Footprint(NamedTuple):
         return max(0, num_bytes // growing)
 
     def check_fits(self, field: str, memory: int) -> None:
-        """Check that `memory` is large enough for a block and everything except blocks.
+        """Check that `memory` has room for at least one block besides everything else (`fixed`).
 
         Args:
           field: the beginning of the error message, such as "plan: memory".
@@ -287,8 +288,8 @@ def footprint(
     groups = _group_footprints(shard or config, sizes, kv_dtype, platform)
     block = sum(group.block for group in groups)
     steps = _step_bytes(shard or config, config.vocab_size, sizes, block, platform)
-    # On a platform without kernels for int8 weights, programs copy quantised weights of all formats
-    # to floats.
+    # Without kernels for int8 weights, programs convert quantised weights of every format to
+    # float32. So check all quantised formats as int8.
     dtypes = {code if code in FLOAT_CODES else "int8" for code in formats.codes}
     has_experts = bool(config.num_experts)
     if any(copies_weights(platform, dtype, has_experts=has_experts) for dtype in dtypes):
@@ -408,8 +409,8 @@ def block_bytes(
 
 def record_bytes(block_size: int) -> int:
     """Return the bytes that a `BlockPool` needs for the data about one block."""
-    # The allocator keeps this number of 32-bit values per block: the reference count, an entry of
-    # the free queue, the digest and the token ids.
+    # The allocator stores these 32-bit values per block: the reference count, an entry of the free
+    # queue, the digest and the token ids. `is_cached` takes one byte more.
     numbers = 2 + NUM_DIGEST_WORDS + block_size
     return 4 * numbers + 1
 

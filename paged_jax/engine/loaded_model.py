@@ -61,7 +61,7 @@ class LoadedModel:
         """
         options = find_files(options)
         if isinstance(options.model, Path) and is_gguf(options.model):
-            # Read the header before both threads need it.
+            # Read the header of the file into a cache, because both threads below need it.
             GgufFile.open(options.model)
         # Load the tokenizer in another thread while this thread loads the weights. For a small
         # model, the tokenizer takes half as long as the weights.

@@ -323,7 +323,8 @@ class StepBound(NamedTuple):
     def seconds(self) -> float:
         """Lower bound for the whole step, in seconds.
 
-        It assumes that reading overlaps with computing, but communication with neither.
+        It assumes that memory reads overlap with computation, and that communication overlaps with
+        neither of them.
         """
         return max(self.reading, self.computing) + self.sending
 
@@ -361,11 +362,12 @@ def _layer_sums(layer: LlamaConfig, num_devices: int) -> list[int]:
         sums = [hidden_size] * (NOTHING not in layer.layer_types)
         if NOTHING not in layer.mlp_layer_types:
             # One all-reduce sums the outputs of the routed experts and of the shared expert. If
-            # they have separate norms, it sums two arrays instead of one.
+            # they have separate norms, it sums two arrays.
             sums.append(hidden_size * (2 if layer.separate_expert_norms else 1))
     has_norms = layer.qk_norm and layer.qk_norm_scope == "projection"
-    # A norm of q and k over all heads needs the mean squares of q and of k. A sparse activation
-    # needs the mean and the mean square of the gate. Each is an all-reduce of two values per token.
+    # Each of these needs an all-reduce of two values per token: a norm of q and k over all heads
+    # (the mean squares of q and of k), and a sparse activation (the mean and the mean square of the
+    # gate).
     has_norms = has_norms and layer.kv_shapes[0] is not None
     sums += [2] * has_norms + [2] * bool(layer.activation_sparsity)
     mixer = None if layer.mixer is None else layer.mixer.widen(num_devices)

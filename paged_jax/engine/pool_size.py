@@ -113,7 +113,10 @@ def _num_fitting_fraction(device: Any, footprint: Footprint, memory_fraction: fl
 
 
 def _check_host_holds(device: Any, footprint: Footprint, num_blocks: int) -> None:
-    """On CPUs, check that the pools fit in host memory, or the system would kill the process."""
+    """Check that the pools fit in host memory if the device is a CPU.
+
+    Without this check, the operating system would kill the process when the pools are filled.
+    """
     total = host_memory()
     num_bytes = footprint.pool_bytes(num_blocks) + footprint.recurrent
     if device.platform == "cpu" and total is not None and num_bytes > total:

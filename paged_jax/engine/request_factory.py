@@ -228,7 +228,7 @@ def _encode_bad_words(
     if len(sequences) > MAX_BAD_WORDS:
         raise _error(
             f"must have at most {MAX_BAD_WORDS} token sequences, got {len(sequences)}. Most words "
-            "have two, with and without a space before them. Use fewer words.",
+            "have two token sequences, with and without a space before the word. Use fewer words.",
             "bad_words",
         )
     return tuple(sequences)

@@ -55,8 +55,8 @@ class RequestTable:
 
     def add(self, request: Request) -> None:
         """Add a request, which `Scheduler.check` has accepted, to the scheduler and the table."""
-        # Add the request to the table last. If an interrupt occurs before that, `restart` removes
-        # the request from the scheduler too, because it is not in the table.
+        # Add the request to the table last. If an interrupt occurs before that, the request is not
+        # in the table, so `restart` removes it from the scheduler too.
         self._set_chains(request)
         self._scheduler.add(request.sequences)
         self.unfinished[request.request_id] = request
@@ -234,7 +234,8 @@ class ChangeGuard:
         self._restart = restart
         self._is_broken = False  # True if a change or a restart has begun but not ended.
         self._postponed: list[Callable[[], None]] = []
-        self._latest: Callable[[], Any] = lambda: None  # Weak reference to the latest change.
+        # Weak reference to the generator of the latest change.
+        self._latest: Callable[[], Any] = lambda: None
 
     @property
     def _is_changing(self) -> bool:
@@ -290,10 +291,10 @@ class ChangeGuard:
 def own_transfers() -> Iterator[None]:
     """Return a context manager that allows transfers between host and device.
 
-    Every step of the engine must transfer token ids, slots and flags. A ``jax.transfer_guard`` that
-    the caller has set is meant for accidental transfers, so it must not forbid these. Transfers
-    between devices stay guarded, because the engine makes none, except when it loads weights from
-    other devices.
+    Every step of the engine must transfer token ids, slots and flags. If the caller has set a
+    ``jax.transfer_guard`` to find accidental transfers, it must not forbid these necessary
+    transfers. Transfers between devices stay guarded, because the engine makes none, except when it
+    loads weights from other devices.
     """
     with jax.transfer_guard_host_to_device("allow"), jax.transfer_guard_device_to_host("allow"):
         yield

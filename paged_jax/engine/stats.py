@@ -36,7 +36,7 @@ class GroupUse:
 
     @property
     def kept(self) -> str:
-        """Content that the layers keep: ``"states"``, ``"all"`` tokens, or the window as text."""
+        """Content of the pool: ``"states"``, ``"all"`` tokens, or the window size as text."""
         return "states" if self.is_recurrent else str(self.window or "all")
 
 
@@ -127,8 +127,8 @@ class StepClock:
         stats, running = self._stats, self.running
         prefill_seconds = decode_seconds = 0.0
         # The stopwatch `prefilling` only measures the time to queue prefills. The host waits for
-        # them later, while the stopwatch `decoding` runs. So this waiting time is counted as
-        # prefilling, not as decoding.
+        # the prefills later, while the stopwatch `decoding` runs. So add this waiting time to the
+        # time of prefilling, and subtract it from the time of decoding.
         if plan.chunks and not running.has_compiled:
             prefill_seconds = self.prefilling.seconds + running.waited
             self._num_prefilled += sum(count for _, count in plan.chunks)
@@ -181,8 +181,9 @@ class MaskClock:
     # takes. If cycles with k = 1 take far too long, the period doubles up to `_LONGEST_PERIOD`, so
     # that less time is lost by trying k = 1 again.
     _PERIOD, _LONGEST_PERIOD, _SAMPLES = 128, 2048, 8
-    # Limits for the duration of a cycle, divided by its duration with k = 0: `_MOST` for k > 1, and
-    # `_MOST_OF_ONE` for k = 1. Above `_FAR_TOO_LONG`, a cycle with k = 1 takes far too long.
+    # Limits for the ratio of the duration of a cycle to the duration of a cycle with k = 0: `_MOST`
+    # for k > 1, and `_MOST_OF_ONE` for k = 1. A cycle with k = 1 takes far too long (see above) if
+    # the ratio exceeds `_FAR_TOO_LONG`.
     _MOST, _MOST_OF_ONE, _FAR_TOO_LONG = 1.05, 1.1, 1.4
 
     def __init__(

@@ -37,7 +37,8 @@ from paged_jax.models.quantise import change_format
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.weights import Weights
 
-# Config fields in which new weights may differ, because they do not affect the logits of a model.
+# Config fields that may have other values in the config of new weights, because they do not affect
+# the logits of a model.
 _IRRELEVANT = {
     "max_position_embeddings",
     "initializer_range",
@@ -65,7 +66,7 @@ def load_weights_for(model: PagedModel, folder: str | Path) -> Llama:
             f"load_params: the engine's model must be a Llama, got {type(model).__name__}. Load "
             "weights into a model of this class, and pass it to update_params."
         )
-    if Path(folder).exists():  # Otherwise `from_pretrained` below raises the error.
+    if Path(folder).exists():  # If the folder is missing, `from_pretrained` raises an error below.
         _check_config(read_config(folder), model.config)
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     placement: Any = {"scan_layers": model.scan_layers, "sharding": host}

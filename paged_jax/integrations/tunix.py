@@ -290,9 +290,8 @@ def _make_engine(
     device = mesh.devices.flat[0]
     if mesh.size > 1:
         options = {"mesh": mesh, **options}
-        device = jax.local_devices(backend="cpu")[
-            0
-        ]  # one device may be too small for the whole model
+        # Create the model on the host, because one device may be too small for the whole model.
+        device = jax.local_devices(backend="cpu")[0]
     graphdef, state = nnx.split(
         nnx.eval_shape(lambda: Llama(config, dtype=config.dtype, rngs=nnx.Rngs(0)))
     )

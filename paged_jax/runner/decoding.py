@@ -393,7 +393,7 @@ class _Batch:
         return dataclasses.replace(self, status=jnp.where(self.is_running, status, self.status))
 
     def _is_stop(self, last: jax.Array) -> jax.Array:
-        """Return whether the last token of each row, i32[B], ends its sequence, bool[B]."""
+        """Return, for each row, whether its token in `last` i32[B] ends the sequence, bool[B]."""
         is_stop = jnp.any(last[:, None] == self.stop_ids, axis=1)
         # Ignore stop tokens before the position `held_until`. Their logits are -inf there. But if
         # all logits of a row are -inf, token 0 is sampled, which may be a stop token. Positions in
@@ -429,9 +429,9 @@ class _Batch:
 
 
 def _drop(slots: jax.Array, cache: PagedCache) -> jax.Array:
-    """Return slots as array indices.
+    """Return `slots` as indices for scatters with ``mode="drop"``.
 
-    Negative slots (padding) become S, which is out of bounds; -1 would be the last slot.
+    Negative slots (padding) become S, which is out of bounds. The index -1 would be the last slot.
     """
     return jnp.where(slots >= 0, slots, cache.num_slots)
 

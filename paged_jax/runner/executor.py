@@ -132,7 +132,7 @@ class Executor:
         # The latest result that contains `free_blocks`, or None if a later program may have changed
         # the free blocks.
         self._latest: QueuedResult | None = None
-        give_back_freed_memory()  # that was needed to load the weights
+        give_back_freed_memory()  # Loading the weights has freed memory.
         self.reset()
 
     def reset(self) -> None:
@@ -159,7 +159,7 @@ class Executor:
             with jax.default_device(self._device):
                 make = self._stored.find("empty state", make, (), **static)
             if isinstance(make, jax.stages.Compiled):
-                # Read the decode program from its file while this thread fills the pools.
+                # Read the decode program in another thread while this thread fills the pools.
                 first = first_decode(self.programs, self.sizes)
                 self._stored.read_ahead(first, self.weights.arrays, make.out_info)
             with jax.default_device(self._device):
@@ -358,8 +358,8 @@ class Executor:
     def _state_to_compile_for(self) -> Iterator[DecodeState]:
         """Return a context manager that yields the state, or its shapes, for compilation.
 
-        It yields the shapes on GPUs, if no program has run on the state yet. Then it frees the
-        state, so that the compiler can use its memory, and creates the state again at the end.
+        It yields the shapes on GPUs, if no program has run on the state yet. In this case, it frees
+        the state first, so that the compiler can use its memory, and creates it again at the end.
         """
         if not (self._compiles_without_state and self._is_new):
             yield self.state
@@ -384,7 +384,7 @@ class Executor:
 
     @contextlib.contextmanager
     def _compiling(self, program: str) -> Iterator[None]:
-        """Return a context manager, for a program's call, that reports and measures compilation."""
+        """Return a context manager for calls of `program` that reports and measures compilation."""
         if program in self._compiled:
             yield
             return
@@ -453,10 +453,10 @@ class CallThread(concurrent.futures.ThreadPoolExecutor):
         return super().submit(call)
 
 
-# Maps the names of JAX settings that each thread has its own values of to the context managers that
-# change them. Only settings that affect calls are listed. If the `CallThread` had other values of
-# them than the main thread, JAX would compile programs again, compute other results, or refuse
-# transfers.
+# Maps names of JAX settings to the context managers that change them. Each thread has its own
+# values of these settings. Only settings that affect calls are listed: if their values in the
+# `CallThread` and in the main thread differed, JAX would compile programs again, compute other
+# results, or refuse transfers.
 _CONTEXTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
     "jax_default_matmul_precision": jax.default_matmul_precision,
     "jax_enable_x64": jax.enable_x64,

@@ -415,7 +415,7 @@ def _prefill_calls(programs: Programs, sizes: Sizes) -> list[Call]:
 
 
 def first_decode(programs: Programs, sizes: Sizes) -> Call:
-    """Return the call of the decode program with the smallest number of rows."""
+    """Return the `Call` of the decode program for the smallest batch."""
     return _decode_calls(programs, sizes)[0]
 
 

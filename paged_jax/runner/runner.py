@@ -153,8 +153,8 @@ class ModelRunner:
         """Return the longest prefix of `digests` that may be cached on the device."""
         if self._groups[0].sliding_window is None:
             return list(itertools.takewhile(self._published.__contains__, digests))
-        # Cut off only the blocks after the last known block. Earlier blocks may be missing, because
-        # layers with a window only need the last blocks of a prefix.
+        # Remove only the digests after the last digest that may be cached. Earlier blocks may be
+        # missing in the cache, because layers with a window only need the last blocks of a prefix.
         count = len(digests)
         while count and digests[count - 1] not in self._published:
             count -= 1
@@ -477,7 +477,7 @@ class ModelRunner:
             self.executor.write_token_masks(masks)
 
     def _decode_slots(self, sequences: Collection[Sequence]) -> np.ndarray:
-        """Write the sampling states of new sequences to the device, and return all slots.
+        """Write the sampling states of new sequences to the device; return the sequences' slots.
 
         The result is padded with -1 to a batch size of the compiled programs, see `row_bucket`.
         """
@@ -488,5 +488,5 @@ class ModelRunner:
 
 
 def _with_top(plan: StepPlan) -> np.bool_:
-    """Return whether any request of the plan needs its most probable tokens."""
+    """Return whether any request of the plan needs ranks and the most probable tokens."""
     return np.bool_(any(s.request.params.logprobs is not None for s in plan.decodes))

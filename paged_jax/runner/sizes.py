@@ -101,13 +101,13 @@ class Sizes(NamedTuple):
 
     @property
     def swap_width(self) -> int:
-        """Number of blocks that a call copies to or from the host."""
+        """Number of blocks per call when a sequence is copied to or from the host."""
         return min(SWAP_WIDTH, self.max_blocks_per_slot)
 
 
 # Value of `Sizes.tile` for models that use it: the number of queries per row. Shorter rows need
-# less padding (half a row per chunk on average), but the attention kernel processes the queries of
-# a row together, for 4 heads at a time.
+# less padding (half a row per chunk on average). Longer rows make the attention kernel faster,
+# because it processes the queries of a row together, for 4 heads at a time.
 TILE = 8
 # Smallest length to which prompt chunks are padded. The larger lengths are powers of two.
 MIN_CHUNK = 16

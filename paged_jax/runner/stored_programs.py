@@ -50,7 +50,7 @@ _logger = logging.getLogger(__name__)
 _PACKAGE = Path(__file__).parents[1]
 # Import time of this module, minus 5 s. If a file was changed after this time, it may differ from
 # the imported module. The 5 s are subtracted because other modules are imported up to 2 s before
-# this module; the rest is reserve.
+# this module; the other 3 s are a safety margin.
 _IMPORTED = time.time() - 5
 
 

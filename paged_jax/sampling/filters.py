@@ -50,10 +50,10 @@ def adjust_logits(
     active: jax.Array,
     slots: jax.Array,
 ) -> jax.Array:
-    """Apply biases and penalties, and exclude held-back stop tokens. Return logits f32[B, V].
+    """Apply biases and penalties to logits, and exclude stop tokens before min_tokens.
 
-    Settings with neutral values leave a row bitwise unchanged. So the result of a row does not
-    depend on whether other rows need this function.
+    Return logits f32[B, V]. Settings with neutral values leave a row bitwise unchanged. So the
+    result of a row does not depend on whether other rows need this function.
     """
     vocab_size = logits.shape[1]
     is_held = active & (positions < rows.held_until)
@@ -231,8 +231,8 @@ def _top_p_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Arr
     logit = jnp.minimum(logit, jnp.max(z, axis=1))
     logit = jnp.where(top_p < 1, logit, -jnp.inf)
     is_tie = z == logit[:, None]
-    # Tokens with a logit equal to the cut-off have equal weights. So the number of these tokens to
-    # keep is the weight that is missing to `goal`, divided by the weight of a single token.
+    # Tokens with a logit equal to the cut-off have equal weights. Keep as many of them as needed to
+    # reach `goal`: the missing weight, divided by the weight of one of these tokens, rounded up.
     weight = jnp.max(jnp.where(is_tie, weights, 0.0), axis=1)
     above = jnp.sum(_weights_above(z > logit[:, None], weights), axis=1)
     missing = jnp.ceil((goal - above) / jnp.where(weight > 0, weight, 1.0))
@@ -477,7 +477,7 @@ class Constraints:
         return jnp.where(self.starts >= 0, jnp.minimum(max_lengths, self.waits_at), max_lengths)
 
     def is_masked(self, positions: jax.Array) -> jax.Array:
-        """Return whether the mask applies to each row's token at its position, bool[B]."""
+        """Return, for each row, whether its mask applies at its position, bool[B]."""
         return (self.starts >= 0) & (positions == self.starts + self.num_forced)
 
     def mask(
@@ -492,7 +492,7 @@ class Constraints:
         return jnp.where((active & self.is_masked(positions))[:, None], bound, logits)
 
     def force(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """Replace the sampled tokens i32[B] of rows with a forced token at their position."""
+        """Return `token_ids` i32[B], replaced in rows at the position of a forced token."""
         place = positions - self.starts
         is_forced = (self.starts >= 0) & (place >= 0) & (place < self.num_forced)
         place = jnp.clip(place, 0, self.forced_ids.shape[1] - 1)

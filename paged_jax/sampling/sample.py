@@ -71,7 +71,7 @@ class Draws(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: jax.Array) -> "Draws":
-        """Undo `pack`.
+        """Convert an array that `pack` returned back to `Draws`.
 
         Args:
           packed: i32[..., B, 3 + 2 * N]. The leading dimensions are kept. If it is a NumPy array,
@@ -374,7 +374,7 @@ def _draw(
 
     The tokens of rows where `is_drawn` is False are meaningless.
     """
-    # Give these rows neutral parameters, so that no cut-offs are searched for them.
+    # For rows without a draw, use neutral parameters, so that no cut-offs are searched for them.
     log_weights = filters.filter_logits(
         z,
         temperature=jnp.where(is_drawn, state.temperature, 1.0),

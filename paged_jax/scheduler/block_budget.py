@@ -133,9 +133,9 @@ class BlockBudget:
         return num_blocks_needed(num_tokens, self.block_size)
 
     def num_shared(self, num_tokens: int) -> int:
-        """Return the number of blocks that sequences share if their first tokens are equal.
+        """Return the number of blocks that sequences with a common prefix share.
 
-        `num_tokens` is the number of these tokens.
+        `num_tokens` is the number of tokens in the common prefix.
         """
         return num_tokens // self.block_size
 
@@ -237,7 +237,10 @@ class WindowBlockBudget(BlockBudget):
 
     @property
     def max_length(self) -> int | None:
-        """Maximum tokens of a sequence; None (no limit) if a whole window fits the pool."""
+        """Maximum number of tokens in a sequence; None if the pool sets no limit.
+
+        The pool sets no limit if it has room for the blocks of a whole window.
+        """
         return None if self.num_blocks >= self._most_decoding else super().max_length
 
     def num_required(self, num_tokens: int) -> int:
@@ -273,13 +276,13 @@ class WindowBlockBudget(BlockBudget):
         return self.num_blocks - self.num_held(memory, running)
 
     def num_held(self, memory: BlockMemory, sequences: list[Sequence]) -> int:
-        """Return the number of blocks that these sequences hold, without sharing."""
+        """Return the number of blocks that these sequences hold, as if they shared no blocks."""
         return sum(self.num_in_row(s.num_computed, s.program_start) for s in sequences)
 
     def num_for_admission(self, num_tokens: int) -> int:
         """Return the number of blocks to reserve when a sequence is admitted.
 
-        This is `num_wanted`, but at most P: in a small pool, chunks are shorter.
+        This is `num_wanted`, but at most `num_blocks`: in a small pool, chunks are shorter.
         """
         return min(self.num_blocks, self.num_wanted(num_tokens))
 

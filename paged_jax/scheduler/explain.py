@@ -101,7 +101,7 @@ def _until(wait: Wait, now: float) -> Wait:
 
 
 def name_request(request_id: str) -> str:
-    """Return a name for a request to use in a sentence: "request" and its id."""
+    """Return "request" and the id of a request, as its name in a sentence."""
     return f"request {request_id}"
 
 

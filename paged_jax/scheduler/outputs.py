@@ -81,9 +81,9 @@ class Wait:
         ``"fork"`` or ``"preempted"``.
       start: start of the wait, in seconds after the arrival of the request.
       seconds: duration in seconds, up to now if the wait has not ended.
-      detail: a sentence that explains the reason, with `numbers`.
+      detail: a sentence that explains the reason. It contains the `numbers`.
       sample: index of the sample.
-      numbers: the numbers in `detail`, by name, from the start of the wait.
+      numbers: the numbers in `detail`, by name, as they were when the wait began.
       other_request: for ``"same prefix"``, the id of the request that computes the prefix; None if
         it is this request, or for other reasons.
     """

@@ -37,7 +37,7 @@ class FairQueue:
 
     def __init__(self, running: list[Sequence]):
         self._running = running
-        # The waiting sequences of each client, sorted by seniority.
+        # The waiting sequences of each client, sorted by seniority (priority, then arrival).
         self._by_client: dict[str, list[Sequence]] = {}
 
     def __len__(self) -> int:

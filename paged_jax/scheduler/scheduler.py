@@ -251,8 +251,8 @@ class Scheduler:
             self._preempt(memory, self.running[1:], PreemptionNote(reason="prefill"))
             planner, is_calm = self._planner(memory, plan), False
             planner.add_chunks()
-        # After a preemption, admit no sequence, because it would take the blocks that were just
-        # freed.
+        # After a preemption, admit no waiting sequence. It would take the blocks that were just
+        # freed for the running sequences.
         may_admit_next = bool(self._queue.waiting)
         if is_calm:
             may_admit_next = self._admission.admit(planner)
@@ -300,8 +300,9 @@ class Scheduler:
             if self._queue.free_slots:
                 if self._admission.try_to_start(planner, sequence):
                     return True
-                # If all juniors are preempted, the blocks that only they hold become free, and the
-                # blocks that are reserved for their prompts and for their growth become available.
+                # Compute the number of blocks that are available if all juniors are preempted: the
+                # spare blocks, the blocks that only juniors hold, and the blocks that are reserved
+                # for the prompts and the growth of juniors.
                 claims = sum(
                     block_budget.num_claimed(s) + block_budget.can_grow(s) for s in juniors
                 )

@@ -341,9 +341,9 @@ class Admission:
             sequence.num_wanted = 0
 
     def next_digest(self, sequence: Sequence) -> set[bytes]:
-        """Return the digest of the prompt block that a running sequence computes next, as a set.
+        """Return the digest of the next prompt block of a running sequence, in a set.
 
-        The set is empty if the next block will not be published to the prefix cache.
+        The set is empty if this block will not be published to the prefix cache.
         """
         column = sequence.num_computed // self._block_budget.block_size
         if column >= self._num_cacheable(sequence):

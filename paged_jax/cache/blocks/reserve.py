@@ -433,9 +433,9 @@ def commit(tables: BlockTables, planned: ReservePlan, lengths: jax.Array) -> Blo
 def _num_possible(
     tables: BlockTables, limits: jax.Array, writes: SharedWrites, max_tokens: int
 ) -> jax.Array:
-    """Return the number of new tokens per slot for which there are enough blocks, i32[].
+    """Return the largest number of new tokens per slot for which there are enough blocks, i32[].
 
-    It is at most `max_tokens`. A slot with a lower limit in `limits` i32[S] gets fewer tokens.
+    It is at most `max_tokens`. A slot with a lower limit in `limits` i32[S] gets only that number.
     """
     tokens_N1 = jnp.arange(1, max_tokens + 1, dtype=jnp.int32)[:, None]
     ends_NS = tables.lengths[None, :] + jnp.minimum(tokens_N1, limits[None, :])

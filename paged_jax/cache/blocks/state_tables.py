@@ -192,14 +192,16 @@ def state_interval(block_size: int) -> int:
 def plan_states(
     tables: StateTables, is_writer: jax.Array, lengths: jax.Array, most: jax.Array
 ) -> StateTables:
-    """Choose the entries that a program reads and writes, including entries for new marks.
+    """Choose the entries that the next program reads and writes, and the slots that leave a mark.
 
-    The program appends one token at a time, and first writes the states of slot s to entry
-    ``entries[s]``. When the slot reaches ``turns[s]`` tokens, the program must read the state from
-    there, and write all later states to entry ``spares[s]`` instead. So ``entries[s]`` keeps the
-    state after ``turns[s]`` tokens, which is the mark. After the program, the caller calls
-    `commit_marks`. A mark is planned only if an entry is free for it. The pool has P - S more
-    entries than slots; half of these are reserved for snapshots.
+    A mark is a saved earlier state of a slot, see the docstring of the module. The program appends
+    one token at a time, and writes the states of slot s to entry ``entries[s]``. When the slot has
+    ``turns[s]`` tokens, the program must read the state from ``entries[s]``, and write all later
+    states to entry ``spares[s]`` instead. So ``entries[s]`` keeps the state after ``turns[s]``
+    tokens, and becomes the mark when the caller calls `commit_marks` after the program.
+
+    A mark is planned only if an entry is free for it. The pool has P - S more entries than slots;
+    half of these are reserved for snapshots.
 
     Args:
       tables: the tables to change; may be donated.
@@ -216,15 +218,14 @@ def plan_marks(
 ) -> StateTables:
     """Choose the slots whose recurrent state the next program saves as a mark.
 
-    A mark is a saved state that the prefix cache can find.
-
-    The result is stored in `spares` and `turns`, see `StateTables`. Call this function after
-    `reserve_states`. See `plan_states` for the arguments.
+    A mark can later be published to the prefix cache, see the docstring of the module. The result
+    is stored in `spares` and `turns`, see `StateTables`. Call this function after `reserve_states`.
+    See `plan_states` for the arguments.
     """
     interval, P = state_interval(tables.pool.token_ids.shape[1]), tables.num_entries
     turns = (lengths + interval - 1) // interval * interval
-    # No mark is needed if the slot already has a multiple of `interval` tokens and now writes to
-    # another entry, because its old entry then keeps the state at that multiple anyway.
+    # A slot with exactly `turns` tokens may read one entry and write to another, because the first
+    # is shared or a snapshot. Then no mark is needed: the first entry keeps the state anyway.
     is_left = (turns > lengths) | (tables.sources == tables.entries)
     is_reached = is_writer & is_left & (turns > 0) & (turns < lengths + most)
     is_reached &= (tables.marks == P) | (tables.mark_lengths != turns)
