@@ -148,7 +148,7 @@ class BlockAnswer(Answer):
     @property
     @abstractmethod
     def has_format(self) -> bool:
-        """Whether the body has the field `format_field`, and the field requires a format."""
+        """Whether the body's field `format_field` requires a format of the text."""
 
     @abstractmethod
     def format_constraint(self) -> StructuredOutputsParams:

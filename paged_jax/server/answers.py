@@ -24,8 +24,9 @@ from paged_jax.server.service import Client, Service
 # number.
 _LOWEST = -9999.0
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
-# Body fields that contain the prompt, and body fields that contain a constraint on the text.
+# Body fields that may contain the prompt.
 _PROMPT_FIELDS = ("messages", "input", "prompt_token_ids", "prompt")
+# Body fields that may contain a constraint on the text.
 _CONSTRAINT_FIELDS = ("structured_outputs", "tools", "response_format")
 # Body fields that are also fields of `SamplingParams`, with the same meaning.
 _PARAMS = [
@@ -73,7 +74,8 @@ def num_entries(output: RequestOutput, deltas: Sequence[SampleDelta]) -> int:
         count += len(delta.sample.token_ids) - delta.start
         if delta.sample.logprobs is not None:
             count += sum(map(len, delta.sample.logprobs[delta.start :]))
-    # Endpoints report log-probabilities of the prompt in the first event or in the last event.
+    # Count the log-probabilities of the prompt for the first and the last event, because it depends
+    # on the endpoint which of the two has them.
     if output.prompt_logprobs is not None:
         if output.finished or any(delta.start == 0 for delta in deltas):
             count += sum(len(row) for row in output.prompt_logprobs if row is not None)
@@ -186,7 +188,7 @@ class Answer(ABC):
 
     @property
     def stop(self) -> tuple[str, list[str]]:
-        """Stop strings of the body, as a tuple (name of the body field, list of strings)."""
+        """Tuple (name of the body field with the stop strings, list of stop strings)."""
         stop = self.body.stop
         return "stop", [stop] if isinstance(stop, str) else stop or []
 
@@ -315,7 +317,7 @@ class OpenAiAnswer(Answer):
         return usage(outputs)
 
     def closing(self, outputs: Sequence[RequestOutput]) -> list[JsonDict]:
-        """Return a list with one event for usage and explanations; [] if not requested."""
+        """Return a list with one event for usage and explanations; [] if neither is requested."""
         end: dict[str, Any] = {}
         if self._sends_usage:
             end["usage"] = self.usage(outputs)
@@ -362,7 +364,7 @@ def keep_top(
 
 
 def by_token_id(rows: Sequence[dict[int, Logprob] | None] | None) -> Any:
-    """Convert the log-probabilities of each position to a dict from token ids to candidates."""
+    """Convert log-probabilities to vLLM's JSON: for each position, a dict from token ids."""
     if rows is None:
         return None
     return [
@@ -394,7 +396,7 @@ def usage(outputs: Sequence[RequestOutput]) -> schemas.Usage:
 
 
 def explanation(output: RequestOutput) -> schemas.RequestExplanation | None:
-    """Return what a request waited for, as JSON for its client; None if it was not requested.
+    """Return the waits and preemptions of a request as JSON; None if not requested.
 
     Ids of other requests are replaced by "another request", because other clients may have chosen
     them.
@@ -445,7 +447,7 @@ def schema_constraint(schema: dict[str, Any], is_strict: bool) -> StructuredOutp
     """Return the constraint that a text is JSON and matches a schema."""
     guidance = schema.get("x-guidance", {})
     if not is_strict and isinstance(guidance, dict):
-        # Ignore keywords of the schema that llguidance does not support, unless it is strict.
+        # Ignore keywords that llguidance does not support. They are errors in a strict schema.
         schema = {**schema, "x-guidance": {"lenient": True, **guidance}}
     return StructuredOutputsParams(json=schema)
 

@@ -39,7 +39,7 @@ class MessagesAnswer(BlockAnswer):
 
     @property
     def stop(self) -> tuple[str, list[str]]:
-        """Stop strings of both body fields, as a tuple (name of a field, list of strings)."""
+        """Tuple (field name for error messages, stop strings of `stop` and `stop_sequences`)."""
         field, stop = super().stop
         own = self.body.stop_sequences
         return (field, stop) if own is None else ("stop_sequences", [*stop, *own])

@@ -43,7 +43,7 @@ class OutputConfig(LenientBody):
 
 
 class ThinkingConfig(LenientBody):
-    """Whether the model reasons first, and whether the response has the text of the reasoning."""
+    """Options of the reasoning: whether there is any, and whether the response has its text."""
 
     type: str
     display: Literal["summarized", "omitted"] | None = None

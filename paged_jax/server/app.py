@@ -328,7 +328,7 @@ class Startup:
 
     @property
     def is_making(self) -> bool:
-        """Whether `make` has not returned yet. Its thread cannot be stopped."""
+        """Whether `make` is still running. Its thread cannot be stopped."""
         return not self._made.done()
 
     def check(self) -> None:

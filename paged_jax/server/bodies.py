@@ -242,8 +242,8 @@ class MessageParam(LenientBody):
     name: str | None = None
     tool_calls: Items[ToolCallParam] | None = None
     tool_call_id: str | None = None
-    # Reasoning that precedes the content. Some clients send it under the first name, others under
-    # the second.
+    # Reasoning that precedes the content. Some clients send it as `reasoning_content`, others as
+    # `reasoning`.
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None

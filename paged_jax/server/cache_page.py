@@ -74,12 +74,12 @@ def _page_file(name: str) -> Response:
 
 
 async def _state(service: Service, request: Request) -> Response:
-    """Return the `CacheMap`, and the cache events whose number exceeds the query field `since`."""
+    """Return the `CacheMap`, and the cache events with numbers above the query field `since`."""
     since = request.query_params.get("since", "0")
     if not _is_number(since):
         raise ApiError(400, "since must be the number of an event.", param="since")
     number = int(since)
-    with service.cache_recorder.asking():
+    with service.cache_recorder.keep_recording():
         cache_map, events = await service.call_engine(
             request.receive, lambda engine: service.cache_recorder.state(engine, number)
         )
@@ -89,8 +89,8 @@ async def _state(service: Service, request: Request) -> Response:
     def render() -> Response:
         state = {
             "model": service.settings.model_name,
-            # If this time changes, the page knows that the server was restarted, and that the
-            # numbers of events begin again.
+            # A new start time tells the page that the server was restarted, so that the numbers of
+            # its events begin at 1 again.
             "started": service.created,
             "num_generated_tokens": generated,
             **dataclasses.asdict(cache_map),
@@ -103,7 +103,7 @@ async def _state(service: Service, request: Request) -> Response:
 
 
 async def _history(service: Service, request: Request) -> Response:
-    """Return counts of the last two minutes, for the curves of a new page."""
+    """Return the history of the last two minutes, so that a new page can draw its curves."""
     now = time.perf_counter()
     samples = [
         {
@@ -120,7 +120,7 @@ async def _history(service: Service, request: Request) -> Response:
 
 
 async def _block(service: Service, request: Request) -> Response:
-    """Return the text in a block, with an entry for each sample that uses the block."""
+    """Return an entry for each sample that uses a block, with the text in the block."""
     name = request.path_params["block"]
     if not _is_number(name) or int(name) >= service.num_blocks:
         raise ApiError(404, f"The block must be in 0..{service.num_blocks - 1}, got {name[:20]}.")

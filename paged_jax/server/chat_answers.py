@@ -57,8 +57,8 @@ class ChatAnswer(OpenAiAnswer):
 
     def params(self) -> dict[str, Any]:
         """Return the sampling parameters, with log-probabilities and the grammar of tool calls."""
-        # Always include `max_tokens`, also if it is None, which lets an answer fill the context.
-        # Without this entry, the default of `SamplingParams` would apply.
+        # Include `max_tokens` even if it is None. None means that the answer may fill the context,
+        # but without the entry, the default of `SamplingParams` would apply.
         body, params = self.body, {**super().params(), "max_tokens": self.max_tokens}
         if body.top_logprobs and not body.logprobs:
             raise ApiError(
@@ -154,8 +154,8 @@ class ChatAnswer(OpenAiAnswer):
     def opening(self) -> list[JsonDict]:
         """Return an event for each sample, with the role ``"assistant"``.
 
-        Its content is "" only if the answer is plain text. Otherwise it is null, because an answer
-        may begin with reasoning or tool calls, and clients start a text if they receive content.
+        Its content is "" if the answer is plain text. Otherwise the content is null: the answer may
+        begin with reasoning or a tool call, but clients that receive "" begin to show a text.
         """
         content = "" if self.chat.is_plain else None
         delta = to_json_dict(schemas.ChatDelta, role="assistant", content=content)

@@ -127,7 +127,7 @@ class Chat:
 
     @functools.cached_property
     def _start(self) -> Start:
-        """Place where the generated text begins: inside or after the reasoning, see `Start`."""
+        """Where the generated text begins, relative to the reasoning: a value of `Start`."""
         if self.reasoning is None or self.body.continue_final_message:
             return "answer"
         return self.reasoning.start(self._prompt)
@@ -189,8 +189,8 @@ class Chat:
         try:
             self.service.grammars.compile(whole)
         except ArgumentError:
-            # If the constraint alone is invalid too, raise its error, which is clearer: it does not
-            # mention the grammar rules that were added.
+            # If the constraint alone is invalid too, raise the error of `_check`. It is clearer,
+            # because it does not mention the grammar rules that `constrain` added.
             self._check(constraint, field)
             raise
         return whole
@@ -205,7 +205,8 @@ class Chat:
         return harmony_grammar(token_ids, tools, is_required=self._must_call, answer=answer)
 
     def _answer_rule(self, constraint: StructuredOutputsParams, field: str) -> str:
-        self._check(constraint, field)  # raises errors that do not mention the added grammar rules
+        # Check the constraint alone, so that its errors do not mention the rules of other parts.
+        self._check(constraint, field)
         return constraint_rule(constraint)
 
     def _check(self, constraint: StructuredOutputsParams, field: str) -> None:
@@ -216,7 +217,7 @@ class Chat:
 
     @property
     def _has_special_marks(self) -> bool:
-        """Whether special tokens mark reasoning or tool calls, so that they must not be skipped."""
+        """Whether special tokens mark reasoning or tool calls. The text then must include them."""
         tokenizer, reasoning = self.service.tokenizer, self.reasoning
         if tokenizer is None:
             return False
@@ -228,7 +229,7 @@ class Chat:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the whole text is content, so that it is not parsed for reasoning or calls."""
+        """Whether all generated text is content, without reasoning and tool calls to parse."""
         return self.reasoning is None and not self.tools
 
     def parts(self, delta: SampleDelta, *, is_whole: bool = False) -> list[AnswerDelta]:
@@ -259,7 +260,7 @@ class Chat:
         return parts
 
     def content_tokens(self, delta: SampleDelta, parts: Sequence[AnswerDelta]) -> list[list[int]]:
-        """Return a list for each part: the indices of its tokens, or [] if it is not content.
+        """Return one list per part: the indices of its tokens; [] if it is not content.
 
         An index is a position in `delta.sample.token_ids`. Reasoning and tool calls are not
         content.
@@ -286,7 +287,7 @@ class Chat:
         low, high = 0, len(sample.token_ids)
         if reader.is_inside:
             return high
-        # Find the shortest beginning of the tokens that contains the end tag of the reasoning.
+        # Binary search for the length of the shortest prefix that contains the end tag.
         while low < high:
             middle = (low + high) // 2
             text = tokenizer.decode(sample.token_ids[:middle], skip_special_tokens=False)
@@ -324,15 +325,16 @@ class ContentTokens:
         self._tokenizer = tokenizer
         self._shows_special = shows_special
         self._num_tokens = 0
-        # `_text` is the text after the last part, as bytes. `_offset` is the position of `_text` in
-        # the text of all tokens. `_tokens` has the index, start and end of each token that begins
-        # in `_text`. These starts and ends are positions in the text of all tokens.
+        # The generated text that follows the last part, as bytes.
         self._text = b""
-        self._tokens: collections.deque[tuple[int, int, int]] = collections.deque()
+        # Position of `_text` in the text of all tokens, in bytes.
         self._offset = 0
+        # (index, start, end) of each token that begins in `_text`. Its start and end are positions
+        # in the text of all tokens, too.
+        self._tokens: collections.deque[tuple[int, int, int]] = collections.deque()
 
     def push(self, token_ids: Sequence[int], parts: Sequence[AnswerDelta]) -> list[list[int]]:
-        """Return a list for each new part: the indices of its tokens, or [] if not content.
+        """Return one list per new part: the indices of its tokens; [] if it is not content.
 
         Args:
           token_ids: the new tokens. The part that contains their text may follow in a later call.
@@ -351,11 +353,12 @@ class ContentTokens:
         """Remove the text up to the end of `part`, and return the indices of its content tokens."""
         data = part.text.encode("utf-8", "replace")
         at = self._text.find(data)
-        # The model did not generate this text, for example because it was converted to JSON.
+        # The model did not generate a tool call in this form. For example, the parser has converted
+        # its arguments to JSON.
         if at < 0 and part.kind in ("call", "arguments"):
             return []
-        # The part may be missing in `_text`, because the part has replacement characters (U+FFFD)
-        # where `_text` has invalid bytes.
+        # Content may be missing in `_text` too: it has replacement characters (U+FFFD) instead of
+        # invalid bytes. In that case, assume that it begins where `_text` begins.
         at = max(at, 0)
         start, end = self._offset + at, self._offset + at + len(data)
         found = []

@@ -32,7 +32,7 @@ class GenerateAnswer(Answer):
     body: bodies.GenerateBody
 
     def prompts(self) -> list[str | list[int]]:
-        """Return one prompt, as text or token ids.
+        """Return a list with one prompt, as text or token ids.
 
         Raises:
           ApiError: the body has both `prompt` and `prompt_token_ids`, or neither.
@@ -258,8 +258,8 @@ class CompletionAnswer(OpenAiAnswer):
             top, logprob = None, None
             if candidates is not None:
                 logprob = finite(candidates[token_id].logprob)
-                # Tokens for single bytes may have the same text. Then keep the entry of the
-                # generated token.
+                # Several candidates may have the same text, for example tokens for single bytes.
+                # Put the generated token last, so that the dict keeps its log-probability.
                 others = (c for each, c in candidates.items() if each != token_id)
                 top = {c.decoded_token: finite(c.logprob) for c in others} | {token: logprob}
             logprobs["tokens"].append(token)

@@ -47,9 +47,9 @@ class Job:
       params: sampling parameters of all prompts.
       cache_salt: salt of the client's API key, followed by the ``cache_salt`` of the request.
       options: other keyword arguments for `AsyncEngine.generate`.
-      grammar: the compiled grammar of ``params.structured_outputs``, or None. It is stored here so
-        that the cache of grammars, which has weak references, still has it when the engine needs
-        it.
+      grammar: the compiled grammar of ``params.structured_outputs``, or None. The engine takes it
+        from the cache of grammars. This reference keeps it there, because the cache itself has only
+        weak references.
     """
 
     prompts: list[list[int]]
@@ -153,8 +153,8 @@ def _sampling_params(answer: Answer) -> SamplingParams:
     for name in ("logprobs", "prompt_logprobs"):
         service.limits.check("max_logprobs", params.get(name), name)
     recommended = service.generation_config
-    # For chats, a `max_tokens` of None means that the request sets no limit. Remove it, so that the
-    # value that the model recommends is used, if there is one.
+    # If a chat request sets no limit, the entry `max_tokens` is None. Remove the entry if the model
+    # recommends a limit, so that `fill_in` adds this limit.
     if params.get("max_tokens", 0) is None and "max_tokens" in recommended.sampling_defaults:
         del params["max_tokens"]
     return SamplingParams(**recommended.fill_in(params, answer.fallback_params))
@@ -234,7 +234,7 @@ def _sample(answer: Answer, job: Job) -> AsyncGenerator[tuple[int, RequestOutput
 async def _outputs(
     answer: Answer, job: Job, index: int
 ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    """Run the prompt with an index. Yield ``(index, output)`` whenever it has new tokens."""
+    """Run ``job.prompts[index]``. Yield ``(index, output)`` whenever it has new tokens."""
     service = answer.service
     stream = service.engine.generate(
         {"prompt_token_ids": job.prompts[index], "cache_salt": job.cache_salt},
@@ -397,7 +397,7 @@ async def _beam_search(answer: Answer, job: Job) -> AsyncGenerator[tuple[int, Re
 
 
 def _suppressed(bias: TokenBias, index: int) -> set[int]:
-    """Return the tokens that the model's biases exclude as the `index`-th generated token."""
+    """Return the token ids that the model's biases rule out at position `index` of the answer."""
     return {i for i, value in zip(bias.all_ids, bias.values_at(index), strict=True) if value}
 
 

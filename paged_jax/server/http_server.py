@@ -18,14 +18,16 @@ from paged_jax.server.app import Startup
 from paged_jax.server.limits import Limits, too_many
 from paged_jax.server.responses import ApiError
 
-# Seconds between the last events of all streams and the close of all connections at shutdown.
+# Seconds that clients get at shutdown to receive the last events of their streams. Then all
+# connections are closed.
 _LAST_EVENT = 1.0
 # Seconds after which the connection of a rejected client is closed. Until then it may send data,
 # which is ignored.
 _LINGER = 1.0
-# A request target in absolute form. An http URL must have a host, and must not have a user name
-# (RFC 9110, 4.2).
+# Matches the beginning of a request target in absolute form, such as http://host/path.
 _ABSOLUTE = re.compile(rb"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+# Matches the absolute request targets that are accepted. An http URL must have a host, and must not
+# have a user name (RFC 9110, 4.2).
 _HTTP_URL = re.compile(rb"https?://(?P<host>[^:/?#@][^/?#@]*)(?P<path>[/?].*)?", re.IGNORECASE)
 
 _logger = logging.getLogger("paged_jax.server")
@@ -190,7 +192,7 @@ class Connection(H11Protocol):
         Args:
           msg: uvicorn's error message.
         """
-        # `trailing_data` has the data that was not parsed.
+        # h11's `trailing_data` has the received bytes that h11 has not parsed yet.
         if len(self.conn.trailing_data[0]) > self._limits.max_header_bytes:
             most = self._limits.max_header_bytes
             error = ApiError(
@@ -210,7 +212,7 @@ class Connection(H11Protocol):
         return self._ambiguity() is not None
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
-        """Reject a request that a proxy in front of this server may interpret differently."""
+        """Reject a request that a proxy might interpret differently than this server does."""
         self._reject(ApiError(400, self._ambiguity() or "", code="invalid_http"))
 
     def _ambiguity(self) -> str | None:
@@ -276,7 +278,7 @@ class Connection(H11Protocol):
             return
         _logger.info("rejected", extra={"fields": {"status": error.status, "error": str(error)}})
         self._on_rejection(error.status)
-        # If a response has begun, the error cannot be sent.
+        # Send the error only if no other response has begun.
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._send(error)
         if self.cycle is not None and not self.cycle.response_complete:

@@ -152,11 +152,11 @@ class FairQuota:
 
     @property
     def is_full(self) -> bool:
-        """Whether all places are taken."""
+        """Whether clients have taken all places of the quota."""
         return self.total >= self._most
 
     def has_room(self, client: str, count: int) -> bool:
-        """Return whether a client may take `count` more places."""
+        """Return whether a client may take `count` more places of the quota."""
         num_clients = len(self._taken.keys() | {client})
         is_fair = self._taken[client] + count <= self._most // num_clients
         return is_fair or self.total + count <= self._most

@@ -61,7 +61,7 @@ _GAUGES: dict[str, tuple[str, Callable[[EngineSnapshot], float]]] = {
         lambda now: now.groups[0].num_used / now.groups[0].num_blocks,
     ),
 }
-# Maps names of counters to the field of `EngineStats` with the value, and a help text.
+# Maps the name of each counter to a field of `EngineStats`, which has its value, and a help text.
 _COUNTERS = {
     "vllm:num_preemptions": ("num_preemptions", "Preemptions."),
     "vllm:prefix_cache_queries": (
@@ -82,7 +82,7 @@ _COUNTERS = {
     "paged_jax:swap_preemptions": ("num_swap_preemptions", "Preemptions that swapped out blocks."),
     "paged_jax:steps": ("num_steps", "Engine steps."),
 }
-# Reasons to wait that are reported to vLLM's dashboards as "deferred". Others are "capacity".
+# Reasons for waiting that vLLM's metric calls "deferred". It calls all other reasons "capacity".
 _DEFERRED = ("same prefix", "fork")
 _FINISH_REASONS = ("stop", "length", "abort", "error")
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
@@ -184,7 +184,7 @@ class Metrics:
         before, self.snapshot = self.snapshot.stats, snapshot
         num_tokens = snapshot.stats.num_prompt_tokens - before.num_prompt_tokens
         num_tokens += snapshot.stats.num_generated_tokens - before.num_generated_tokens
-        # After an abort, this function is called without a new step.
+        # Skip calls without a new step, such as the call after an abort.
         if snapshot.stats.num_steps > before.num_steps:
             self._histograms["iteration_tokens_total"].observe(num_tokens)
         num_generated = 0  # add to the counter only once per step, because it takes a lock
@@ -242,9 +242,10 @@ class Metrics:
 
 
 def _durations(metrics: RequestMetrics, tokens_per_sample: float) -> dict[str, float | None]:
-    """Return the durations of a request in seconds, by the names of their histograms.
+    """Return a dict from the names of histograms to a request's durations in seconds.
 
-    A duration is None if the event at its start or end did not happen, such as a first token.
+    A duration is None if the event where it starts or ends did not happen: an aborted request may
+    have no first token, for example. The dict is empty if the request has not finished.
     """
     scheduled, first = metrics.first_scheduled_time, metrics.first_token_time
     if (end := metrics.finished_time) is None:

@@ -172,10 +172,9 @@ def _unknown_field(error: ErrorDetails) -> ApiError:
 
 
 def _unsupported(place: list[int | str]) -> str | None:
-    """Return the error message for an unsupported field; None if the field is supported.
+    """Return the error message of the first unsupported field in a path; None if there is none.
 
-    `place` is the path of the invalid value in the body: names of fields, and indices in lists.
-    The path may lead through a field of `_UNSUPPORTED`, which then gives the message.
+    `place` is the path of an invalid value in the body: names of fields, and indices in lists.
     """
     for index, part in enumerate(place):
         if part in _UNSUPPORTED:

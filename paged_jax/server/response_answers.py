@@ -44,7 +44,7 @@ class ResponsesAnswer(BlockAnswer):
         self._echoed = _echo(body)
         # Maps the index of each text block to the log-probabilities of its tokens.
         self._logprobs: dict[int, list[JsonDict]] = {}
-        # Log-probabilities of tokens that are in no block yet, because their text is held back.
+        # Log-probabilities of content tokens with text that `tracker` has not added to a block yet.
         self._next_logprobs: list[JsonDict] = []
 
     @property
@@ -163,7 +163,7 @@ class ResponsesAnswer(BlockAnswer):
         ]
 
     def _part_events(self, block: Block, place: JsonDict, what: str) -> list[JsonDict]:
-        """Return the events for the start or end of a block's content part; tool calls have none.
+        """Return the events for the start or end of a block's content part; [] for tool calls.
 
         `place` has the fields that identify the part, and `what` is ``"added"`` or ``"done"``.
         """
@@ -276,7 +276,7 @@ class ResponsesAnswer(BlockAnswer):
 
 
 def _echo(body: ResponsesBody) -> JsonDict:
-    """Return the fields of the body that the response contains too."""
+    """Return the body fields that the response repeats, with defaults for missing ones."""
     reasoning = body.reasoning
     numbers = body.model_dump(include={"temperature", "top_p"})
     format = None if body.text is None else body.text.format

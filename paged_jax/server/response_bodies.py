@@ -195,7 +195,7 @@ class ToolNames:
         return {"name": name, "namespace": namespace}
 
     def matching(self, choice: Mapping[str, Any]) -> list[str]:
-        """Return the functions that a tool choice selects, by their names in the chat.
+        """Return the names, as used in the chat, of the functions that a tool choice selects.
 
         Args:
           choice: an object that names a function, with or without its namespace, or an object that

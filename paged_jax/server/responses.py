@@ -25,8 +25,8 @@ _ERROR_TYPES = {
 }
 # Matches paths of Anthropic's API. They may have a prefix, if the application is mounted.
 _ANTHROPIC = re.compile(r"/v1/messages(/|$)")
-# Additional `details` of errors in Anthropic's API, by the invalid field. Clients that receive the
-# details of `thread` repeat the request without `thread`, with the whole conversation.
+# Maps invalid fields to the `details` that their errors have in Anthropic's API. A client that
+# receives these details for `thread` sends the whole conversation again, without `thread`.
 _ANTHROPIC_DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
 # Types of errors in Anthropic's API, by HTTP status.
 _ANTHROPIC_ERRORS = {
@@ -92,9 +92,10 @@ def to_json_dict(model: type[BaseModel], /, **fields: Any) -> JsonDict:
 
 @functools.cache
 def _defaults(model: type[BaseModel]) -> tuple[JsonDict, frozenset[str]]:
-    """Return a dict of the defaults of a model's fields, and the names of optional fields.
+    """Return a model's defaults (a dict by field name) and the names of its optional fields.
 
-    Optional fields are left out of the JSON if they are None. The dict does not have them.
+    Optional fields are those that are left out of the JSON if they are None. The dict does not
+    contain them.
     """
     fields = model.model_fields.items()
     optional = frozenset(name for name, field in fields if field.exclude_if is not None)

@@ -22,8 +22,8 @@ from paged_jax.sampling.params import NUMBERS, Number
 
 T = TypeVar("T")
 
-# The type of lists in bodies. Validation stops at the first error, because collecting a million
-# errors would block the server for seconds.
+# Type of the lists in request bodies. Validation of a list stops at its first error, because
+# collecting a million errors would block the server for seconds.
 Items = Annotated[list[T], Field(fail_fast=True)]
 
 
@@ -103,7 +103,8 @@ class Body(BaseModel):
         json_schema_extra={"additionalProperties": {"type": "null"}},
     )
 
-    # Function of the name and value of an unknown field. It returns whether the field is ignored.
+    # Function that takes the name and the value of an unknown field, and returns whether to ignore
+    # the field.
     ignores: ClassVar[Callable[[str, Any], bool]] = staticmethod(lambda name, value: value is None)
 
     @model_validator(mode="after")
@@ -145,7 +146,7 @@ def _optional(number: Number) -> Any:
     """
     bounds: dict[str, Any] = dict(number.bounds)
     if number.help is not None:
-        # In help texts of command lines, the value is called X or N.
+        # The help texts are written for command lines, where X or N stands for the value.
         text = number.help.replace("the N ", "this number of the ").replace(" X", " this value")
         bounds["description"] = f"{text[0].upper()}{text[1:]}."
     if number.type is float:
@@ -170,7 +171,7 @@ class StreamOptions(Body):
 
 
 class TemplateFields(Body):
-    """Fields for the chat template, which the bodies of all endpoints for chats have."""
+    """Base class of all bodies with a chat: fields for the chat template."""
 
     reasoning_effort: str | None = Field(
         None,
@@ -193,7 +194,8 @@ _SamplingNumbers = create_model("_SamplingNumbers", __base__=Body, **_FIELDS)
 def _add_neutral(schema: dict[str, Any]) -> None:
     ignored = {name: {"description": "Accepted and ignored."} for name in sorted(IGNORED)}
     neutral = {name: {"enum": [None, *values]} for name, values in NEUTRAL_VALUES.items()}
-    # Fields that the body declares, such as the reasoning effort of chats, override ignored fields.
+    # Some ignored fields are declared by a few bodies, such as the reasoning effort by chats. For
+    # these bodies, use the declared field.
     schema["properties"] = ignored | neutral | schema["properties"]
     schema["additionalProperties"] = {"type": "null"}
 

@@ -102,8 +102,8 @@ class Security:
         )
 
     def _is_tenant(self, given: bytes) -> bool:
-        # Compare with all keys, each in constant time. Otherwise the time that this takes would
-        # reveal something about the keys.
+        # Compare with all keys, each in constant time. Otherwise, clients could learn something
+        # about the keys from the response time.
         return any([hmac.compare_digest(given, key) for key in self._keys])
 
 

@@ -28,11 +28,12 @@ T = TypeVar("T")
 
 # Maximum seconds to wait for the last step at shutdown. A step that hangs must not block the exit.
 _LAST_STEP = 10.0
-# Seconds between checks, during shutdown, whether all requests have finished.
+# At shutdown, seconds between two checks of whether all requests have finished.
 _POLL = 0.05
-# Maximum characters of short texts, which take about ten milliseconds to tokenize, and of tiny
-# texts, which take less time than a switch to another thread.
-_SHORT, _TINY = 2**14, 2**8
+# Maximum characters of a short text, which takes about ten milliseconds to tokenize.
+_SHORT = 2**14
+# Maximum characters of a tiny text. Tokenizing it takes less time than a switch of threads.
+_TINY = 2**8
 # Maximum number of tokens and log-probabilities in a response that is built in the event loop. Each
 # of them takes a few microseconds.
 _SMALL = 2048
@@ -202,7 +203,7 @@ class Service:
     def unreadiness(
         self,
     ) -> Literal["failed", "draining", "sleeping", "stalled", "full"] | None:
-        """Why load balancers should send no requests now; None if the service is ready."""
+        """Reason why load balancers should send no requests now; None if there is none."""
         if self.engine.failure is not None:
             return "failed"
         if self.is_draining:

@@ -20,13 +20,15 @@ from paged_jax.engine.engine import Engine
 from paged_jax.engine.stats import GroupUse
 from paged_jax.scheduler.outputs import EngineStats, WaitReason
 
-# Minimum seconds between two snapshots in the history, and seconds that the history covers.
-_INTERVAL, _HISTORY_SECONDS = 0.5, 120.0
-# Maximum number of cache events that are kept until cache pages have read them.
+# Minimum seconds between two snapshots in the history.
+_INTERVAL = 0.5
+# Seconds before now that the history covers.
+_HISTORY_SECONDS = 120.0
+# Maximum number of cache events that are stored for the cache page. The oldest are dropped.
 _MAX_EVENTS = 1000
-# A snapshot of the cache is taken after every step if one snapshot takes fewer seconds than this.
-# Snapshots of a large cache take longer. They are taken less often, so that they use at most a
-# fifth of the time. Changes that are undone between two snapshots are then missed.
+# If a snapshot of the cache takes fewer seconds than this, one is taken after every step. Otherwise
+# (the cache is large), snapshots are less frequent, so that they use at most a fifth of the time.
+# Events between two snapshots that cancel each other are then missed.
 _QUICK = 0.01
 # A cache page is assumed to be closed if it has sent no request for this many seconds.
 _OPEN_SECONDS = 3.0
@@ -84,8 +86,8 @@ class StallDetector:
     Args:
       snapshot: snapshot taken before the first step.
       stall_seconds: the engine is stalled if it finishes no step for this many seconds.
-      is_excused: function that returns whether the engine may take any time without being stalled,
-        because it sleeps or compiles a program.
+      is_excused: function that returns whether the engine sleeps or compiles a program. During this
+        time, the engine is never reported as stalled.
     """
 
     def __init__(
@@ -94,8 +96,8 @@ class StallDetector:
         self._stall_seconds = stall_seconds
         self._is_excused = is_excused
         self._has_unfinished = snapshot.has_unfinished
-        # Number of submitted requests that have no output yet. They count as work of the engine:
-        # an engine that hangs does not add them, so `_has_unfinished` does not show them.
+        # Number of submitted requests that have no output yet. They are counted here because
+        # `_has_unfinished` is from the last step: if the engine hangs, it misses new requests.
         self._num_arriving = 0
         # The last time at which a step finished or the engine was idle.
         self._last_progress = snapshot.time
@@ -150,8 +152,8 @@ class SnapshotHistory:
             return
         with self._lock:
             if snapshot.time - before.time > 2 * _INTERVAL:
-                # After a pause, also add snapshots of its start and end. Otherwise the page would
-                # average the rate of the first step over the pause.
+                # There was a pause without steps. Also add a snapshot for its start and one for its
+                # end. Otherwise, the page would average the rate of the new step over the pause.
                 self._kept.append(before)
                 self._kept.append(dataclasses.replace(before, time=snapshot.time - _INTERVAL))
             self._kept.append(snapshot)
@@ -173,29 +175,29 @@ class CacheRecorder:
 
     def __init__(self) -> None:
         self._last: CacheMap | None = None
-        self._num_asking = 0
+        self._num_requests = 0
         self._cost = 0.0
-        self._asked = self._taken = float("-inf")
+        self._last_request = self._taken = float("-inf")
         self._numbers = itertools.count(1)
         self._events: collections.deque[dict[str, Any]] = collections.deque(maxlen=_MAX_EVENTS)
 
     @contextlib.contextmanager
-    def asking(self) -> Iterator[None]:
-        """Keep recording during the ``with`` statement, while a page waits for a response.
+    def keep_recording(self) -> Iterator[None]:
+        """Treat the cache page as open during the ``with`` statement, which handles its request.
 
-        So recording does not stop if a long step delays the response.
+        Otherwise, recording would stop if a long step delayed the response.
         """
-        self._num_asking += 1
+        self._num_requests += 1
         try:
             yield
         finally:
-            self._num_asking -= 1
-            self._asked = time.monotonic()
+            self._num_requests -= 1
+            self._last_request = time.monotonic()
 
     def observe(self, engine: Engine) -> None:
         """Record the cache events of a step. This is called in the engine's thread."""
         now = time.monotonic()
-        if not self._num_asking and now - self._asked > _OPEN_SECONDS:
+        if not self._num_requests and now - self._last_request > _OPEN_SECONDS:
             # Drop the snapshot: a comparison with it later would give one event for many steps.
             self._last = None
         elif self._cost < _QUICK or now - self._taken > 4 * self._cost:

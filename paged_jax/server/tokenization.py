@@ -160,7 +160,7 @@ def _tokenizer(service: Service) -> Tokenizer:
 
 
 async def _encode(service: Service, request: Request, size: int, function: Callable[[], T]) -> T:
-    """Call a function with `Service.encode`. It counts as a sample in progress meanwhile.
+    """Call a function with `Service.encode`, and count it as one sample in progress.
 
     Args:
       service: the service.
