@@ -191,8 +191,8 @@ def read_state(group: StateGroup, slot: jax.Array) -> tuple[StatePools, ...]:
     """Copy the recurrent state of a slot out of the pools; zeros for an empty slot.
 
     Returns:
-      For each group of recurrent layers, its arrays, each ``[L, ...]``, like a pool ``[L, P, ...]``
-      without the dimension P.
+      For each group of recurrent layers, its arrays. Each array has the shape of a pool,
+      ``[L, P, ...]``, without the dimension P.
     """
     entry = take_or_fill(group.tables.entries, slot, fill_value=group.num_entries)
     is_held = entry < group.num_entries

@@ -232,7 +232,7 @@ class Footprint(NamedTuple):
         return max(0, num_bytes // growing)
 
     def check_fits(self, field: str, memory: int) -> None:
-        """Check that `memory` has room for at least one block besides everything else (`fixed`).
+        """Check that `memory` has room for `fixed` and at least one block.
 
         Args:
           field: the beginning of the error message, such as "plan: memory".
@@ -467,7 +467,7 @@ def _activation_bytes(config: LlamaConfig, platform: str, num_tokens: int) -> in
 
 
 def _layer_features(layer: LlamaConfig) -> int:
-    """Return the number of activations per token in the MLP or in attention, the larger of both."""
+    """Return the larger of the numbers of activations per token in the MLP and in attention."""
     per_expert = 3 * (layer.moe_intermediate_size + layer.hidden_size)
     mlp = 3 * layer.dense_intermediate_size + layer.num_experts_per_tok * per_expert
     if layer.latent is not None:

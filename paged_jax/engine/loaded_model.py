@@ -34,8 +34,8 @@ class LoadedModel:
       generation_config: sampling defaults that come with the model, see `GenerationConfig`.
       eos_token_ids: ids of the end-of-sequence tokens.
       token_bias: biases that are added to the logits of every request.
-      is_shared: whether the arrays of the weights belong to the caller. The engine must not delete
-        them then.
+      is_shared: whether the arrays of the weights belong to the caller. If so, the engine must not
+        delete them.
     """
 
     weights: Weights

@@ -9,10 +9,11 @@ properties of the device::
     bytes        bytes that a device reads: its weights (except for an embedding that is not also
                  the head), and K and V of all tokens that the sequences attend to
     operations   2 per weight and sequence
-    sent         bytes that a device sends: 2 (N - 1) / N of the bytes of an all-reduce, and
-                 (N - 1) / N of the bytes of an all-gather. This is optimal if the devices only send
-                 to each other (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). Network
-                 switches that add, such as NVLink SHARP, send half as much in an all-reduce.
+    sent         bytes that each of N devices sends: 2 (N - 1) / N of the bytes of an all-reduce,
+                 and (N - 1) / N of the bytes of an all-gather. This is optimal if the devices only
+                 send to each other (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009).
+                 With network switches that compute sums, such as NVLink SHARP, a device sends half
+                 as much in an all-reduce.
 
 A step has 2 L + 1 all-reduces of ``[B, E]`` in float32 (two per layer and one for the embedding)
 and an all-gather of the logits ``[B, V]``. A layer that runs attention and MLP in parallel, or has
@@ -166,8 +167,8 @@ class MemoryPlan:
     def num_paged(self, length: int) -> int:
         """Return the number of sequences of `length` tokens that fit if they share no blocks.
 
-        The result assumes that the engine has exactly this number of slots, because the pools of
-        layers with a window grow with the number of slots.
+        The result is for an engine with as many slots as the returned number. More slots would
+        leave less memory, because the pools of layers with a window grow with the number of slots.
         """
         footprint, block_size = self.footprint, self.sizes.block_size
         taken = sum(
@@ -330,7 +331,7 @@ class StepBound(NamedTuple):
 
 
 def collectives(plan: MemoryPlan, batch: int) -> Collectives:
-    """Return the communication in a decode step of `batch` sequences.
+    """Return the collective operations of a decode step for `batch` sequences.
 
     Example:
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=192,

@@ -26,7 +26,8 @@ class RequestTable:
     """Table of the unfinished requests.
 
     Args:
-      scheduler: scheduler with the same requests; the table adds them to it and removes them.
+      scheduler: scheduler with the same requests. The table adds them to the scheduler, and removes
+        them from it.
       runner: runner that frees the slots of ended requests.
 
     Attributes:

@@ -443,7 +443,7 @@ class Sleep:
     def begin(self, level: int) -> None:
         """Begin a sleep: free the weights; the next `ModelRunner.reset` frees the pools.
 
-        If `level` is 1, first copy the weights to the host. The level never decreases.
+        If `level` is 1, first copy the weights to the host. A second call never lowers the level.
         """
         if level == 1 and self.has_weights:
             self._on_host = jax.device_get(self._executor.weights.originals)

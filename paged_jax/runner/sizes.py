@@ -243,9 +243,9 @@ def prefill_rows(width: int, max_chunk: int, num_slots: int) -> list[int]:
 def row_bucket(count: int, num_slots: int) -> int:
     """Return the padded batch size B for `count` decoding sequences.
 
-    It is 1, or a power of two from 4, but at most `num_slots`. There is no batch size 2: on a CPU,
-    two rows in a batch of four take only 5 to 10% longer than in a batch of two, which does not
-    justify compiling one more program at every start.
+    It is 1, or a power of two of at least 4, limited to `num_slots`. There is no batch size 2: on a
+    CPU, two rows in a batch of four take only 5 to 10% longer than in a batch of two. Saving this
+    time does not justify compiling one more program at every start.
     """
     return 1 if count == 1 else min(num_slots, max(4, 1 << (count - 1).bit_length()))
 

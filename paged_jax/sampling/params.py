@@ -263,7 +263,7 @@ class SamplingParams:
         no end-of-sequence or stop token, the text ends only at `max_tokens` or a stop string.
       bad_words: words that must not be generated, with or without a space before them; stored as a
         tuple. A token is excluded if it would complete the token sequence of a word. If this would
-        exclude all tokens, the words are ignored for that token.
+        exclude all tokens, the words are ignored at that position.
       detokenize: whether to convert the tokens to text. False saves time if no text is needed.
       skip_special_tokens: whether to omit special tokens from the text.
       include_stop_str_in_output: whether to keep the stop string at the end of the text.
@@ -430,7 +430,8 @@ class TokenBias(NamedTuple):
       values: the bias of each token of `ids`; -inf means that it is never generated.
       start_ids: ids of tokens that must not be the first generated token.
 
-    The example excludes token 2 as the first generated token (index 0) only.
+    In the example, token 2 must not be the first generated token (index 0). It may be generated
+    later.
 
     Example:
       >>> bias = TokenBias(ids=(7, 4), values=(-float("inf"), 1.5), start_ids=(2,))

@@ -4,7 +4,7 @@
 With a sliding window, a slot frees the blocks that no later token attends to. The token at position
 n attends to ``n - window + 1 .. n``. A slot keeps all blocks that the first token of its last block
 attends to, see `first_kept_column`. Example: C = 4, window 6, 17 tokens in the slot. The first
-token of the last block is 16; it attends to tokens 11 to 16, so columns 0 and 1 are freed::
+token of the last block, at position 16, attends to 11 to 16. So columns 0 and 1 are freed::
 
     tokens  0..3   4..7   8..11   12..15   16           17 is next
     row       P      P      7        2      0           first_columns 2
