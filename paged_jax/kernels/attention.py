@@ -403,9 +403,8 @@ def chunked_prefill_attention(
 ) -> jax.Array:
     """Attend with the last tokens of each sequence, each token to its own chunk (prefill).
 
-    The queries of a sequence may belong to several chunks, see `chunked_attention`. The row of the
-    batch is then replaced by several rows, one for each chunk, which have the queries of this
-    chunk::
+    The queries of a sequence may belong to several chunks, see `chunked_attention`. The row of such
+    a sequence is replaced by several rows, one for each chunk, with the queries of this chunk::
 
         queries of a row        6 7 8 9           chunks of 8 tokens
         new rows                6 7 . .           attend to the first chunk

@@ -88,7 +88,7 @@ class Pools(NamedTuple):
 
     @property
     def shares_values(self) -> bool:
-        """Whether values are stored only as the beginnings of keys (latent attention)."""
+        """Whether each value vector is the beginning of its key vector (latent attention)."""
         return self.v is None
 
     @property
@@ -116,7 +116,7 @@ class Pools(NamedTuple):
         return self._replace(k=function(self.k), v=None if self.v is None else function(self.v))
 
     def place(self, half: Half, layer: Any, block: Any, head: Any, offset: Any) -> tuple[Any, Any]:
-        """Return the array of keys or of values, and the index of tokens in this array.
+        """Return the array that stores the keys or values, and the index of tokens in this array.
 
         `half` is ``"k"`` or ``"v"``. `offset` is an offset in the block, or a range of offsets.
         """
@@ -163,9 +163,8 @@ class RaggedArgs(NamedTuple):
       pages: the keys and values of one layer.
       block_tables: i32 ``[B, M]``, page ids of each sequence in order.
       context_lens: i32 ``[B]``, number of tokens in each sequence; 0 in unused rows.
-      cu_query_lens: i32 ``[B + 1]``, cumulative query lengths: the row of `q` at which each chunk
-        starts, and after it the end of the last chunk. All elements from index `num_sequences` on
-        equal this end.
+      cu_query_lens: i32 ``[B + 1]``, cumulative query lengths. Element b is the row of `q` at which
+        chunk b starts. All elements from index `num_sequences` on are the row after the last chunk.
       num_sequences: i32 ``[1]``, number of sequences, in 0..B.
       sinks: attention sinks, floating point ``[H]``, or None.
     """
@@ -456,9 +455,10 @@ class Problem:
 
     @property
     def separate_values_refusal(self) -> str | None:
-        """Why kernels that need values of D elements do not support the call; None if they do.
+        """Reason why kernels that need values of D elements do not support the call, or None.
 
-        They support shorter values only if each value vector is the beginning of its key vector.
+        Such kernels support shorter values only if each value vector is the beginning of its key
+        vector.
         """
         if self.shares_values or "U" not in dict(self.sizes) or self.value_dim == self["D"]:
             return None

@@ -63,7 +63,7 @@ class CallShape(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "CallShape":
-        """Return the shape whose string is `text`.
+        """Parse the string of a shape, and return the shape.
 
         Raises:
           ValueError: `text` is not the string of a shape, or a dtype does not exist.
@@ -99,12 +99,12 @@ def parse_table(
 
     Args:
       text: the table, in the format that the module's docstring shows.
-      ops: names of ops that the table may have.
-      parse_entry: called with the op and the fields of each entry, without "measured". It raises a
-        ValueError if a field is wrong.
+      ops: names of ops. The table must not have entries for other ops.
+      parse_entry: function that takes an op and the fields of an entry (without "measured"), and
+        returns the parsed entry. It raises a ValueError if a field is wrong.
 
     Raises:
-      ValueError: the format is wrong. The message says in which entry.
+      ValueError: the format is wrong. The message names the entry.
     """
     try:
         devices = json.loads(text)

@@ -36,7 +36,7 @@ _MIN_SAVED_TOKENS = 512
 def is_sharing_possible(batch: int, max_blocks: int, block_size: int) -> bool:
     """Return whether `cascade_attention` can save time for block tables of this size.
 
-    With few sequences or few blocks, it never does.
+    Sharing never saves time if there are few sequences or few blocks.
 
     Args:
       batch: number of sequences (B).
@@ -148,7 +148,7 @@ def cascade_attention(
 
     is_used = context_lens > 0
     num_shared = jnp.asarray(num_shared, jnp.int32)
-    # Clip the columns here, because `checkify.index_checks` ignores the mode of `jnp.take`.
+    # Clip here, because `checkify.index_checks` would report the columns that `jnp.take` clips.
     columns = jnp.clip(num_shared + jnp.arange(M, dtype=jnp.int32), 0, M - 1)
     rest = jnp.take(block_tables, columns, axis=1, mode="clip")
     num_own_tokens = jnp.where(is_used, context_lens - num_shared * C, 0)

@@ -26,10 +26,10 @@ _MAX_VALUE_DIM = 1 << 16
 def pool_letters(
     pools: Pools, head_dim: int, value_dim: int | None = None
 ) -> dict[str, tuple[Any, str]]:
-    """Return the arrays of the pools with their dimension letters, as for `dims.bind`.
+    """Return the arrays of the pools with their dimension letters, the input of `dims.bind`.
 
-    The padding of the last dimension is left out. `value_dim` is the number of elements of a value
-    (U) if it is not `head_dim` (D), else None.
+    The arrays are returned without the padding of their last dimension. `value_dim` is the number
+    of elements of a value (U) if it is not `head_dim` (D), else None.
     """
     letters: dict[str, tuple[Any, str]] = {"k_pool": (_without_padding(pools.k, head_dim), "LPKCD")}
     if pools.v is not None:
@@ -224,11 +224,11 @@ def _without_padding(pool: jax.Array, head_dim: int) -> Any:
 def checked_value_dim(
     function: str, value_dim: Any, head_dim: int, *, has_values: bool
 ) -> int | None:
-    """Check `value_dim`, and return it as a Python integer; None if it is `head_dim`.
+    """Check `value_dim`, and return it as an int, or None if it equals `head_dim`.
 
     Raises:
-      ValueError: `value_dim` is traced, not an integer, not positive or too large. If there is no
-        pool of values, it is None or larger than `head_dim`.
+      ValueError: `value_dim` is traced, not an integer, not positive or too large; or there is no
+        pool of values, and `value_dim` is None or larger than `head_dim`.
     """
     value_dim = static(function, "value_dim", value_dim, operator.index)
     if value_dim is None:

@@ -42,8 +42,8 @@ _CLASSES = {
 }
 
 
-# Backends that users choose by other options of the engine than `backend`. An iteration over
-# `BACKENDS` leaves them out, but `BACKENDS[name]` finds them.
+# Backends that the engine's option `backend` does not list, because another option selects them.
+# `BACKENDS[name]` finds them, but iterating over `BACKENDS` does not yield them.
 _UNLISTED = {"cpu_int8": ("paged_jax.kernels.cpu", "CpuInt8")}
 
 # Backends that users have added by `add_backend`.
@@ -274,8 +274,8 @@ def _why_not(backend: Backend, problem: Problem) -> str | None:
 def _in_order(problem: Problem, platform: str) -> list[tuple[str, Backend, str | None]]:
     """Return ``(name, backend, reason)`` for each backend of a platform, first choice first.
 
-    The reason is what the backend's method `preference` returns: why measurements prefer it for
-    this call, or None. It is also None for backends without this method.
+    `reason` is the result of the backend's method `preference`: why measurements prefer the backend
+    for this call, or None. It is also None if the backend has no such method.
     """
     found: list[tuple[str, Backend, str | None]] = []
     for name, backend in BACKENDS.items():

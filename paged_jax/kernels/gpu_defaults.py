@@ -45,7 +45,7 @@ def parse(text: str) -> CallTable[str]:
     """Parse a table in the format of `gpu_defaults.json`, see the module's docstring.
 
     Raises:
-      ValueError: the format is wrong; the message says where.
+      ValueError: the format is wrong. The message names the entry.
 
     Example:
       >>> parse('{"NVIDIA H200": {"decode": {}}}')

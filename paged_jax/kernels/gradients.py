@@ -153,13 +153,13 @@ def _backward(call: Dispatch, residuals: _Residuals, bars):
 def _only_layer(
     pool: jax.Array, bar: jax.Array, layer: int | jax.Array, num_layers: int
 ) -> jax.Array:
-    """Return the gradient with respect to a whole pool: `bar` in `layer`, else zeros.
+    """Return the gradient with respect to a pool: `bar` for layer `layer`, zeros for the others.
 
     The padding of the last dimension is zero too.
     """
     bar = jnp.pad(bar, ((0, 0),) * 3 + ((0, pool.shape[-1] - bar.shape[-1]),)).astype(pool.dtype)
-    # Use `where` instead of writing `bar` to an array of zeros. K and V would share these zeros, so
-    # XLA would copy them for each of both.
+    # Use `where` instead of updating an array of zeros. XLA would make a single array of zeros for
+    # the gradients of K and V, and then copy it for each of them.
     is_layer = jnp.arange(num_layers, dtype=jnp.int32) == layer
     return jnp.where(jnp.expand_dims(is_layer, (1, 2, 3, 4)), bar[None], 0)
 
@@ -267,7 +267,7 @@ def _prefill_gradients(
     B, T, H, D = q.shape
     P, K, C = pools.num_blocks, pools.num_kv_heads, pools.block_size
     dtype = wider_dtype(q.dtype, jnp.float32)
-    # Exclude rows that see no token, because their results are constants.
+    # Rows that see no token have constant results, so their gradients are 0.
     is_row = lse != -jnp.inf
     shift = jnp.sum(out.astype(dtype) * out_bar.astype(dtype), axis=-1) - lse_bar
     shift_BTH = jnp.where(is_row, shift, 0)

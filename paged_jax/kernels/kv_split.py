@@ -31,9 +31,8 @@ from jax import lax
 
 from paged_jax.kernels.backend import AttentionArgs
 
-# A large batch is split into this number of parts for each program instance that the GPU can run at
-# a time. Parts have different lengths, so with several parts per program instance, a waiting part
-# starts as soon as a short part ends.
+# A large batch is split into `_WAVES` times as many parts as the GPU can run program instances at a
+# time. As parts have different lengths, a waiting part can then start whenever a shorter part ends.
 _WAVES = 3
 
 # Time for merging the partial results of a sequence. The unit is the time of a loop step of a
@@ -63,8 +62,8 @@ class KVSplit(NamedTuple):
       step_tokens: tokens in a loop step.
       capacity: tokens that a row of the block table can hold.
       window: size of the sliding window in tokens; None for no window.
-      alignment: a divisor of `step_tokens`. The first loop step of a sequence starts at the last
-        multiple of `alignment` that is not after the start of the sliding window.
+      alignment: a divisor of `step_tokens`. The first loop step of a sequence starts at the first
+        visible token, rounded down to a multiple of `alignment`.
     """
 
     batch: int
@@ -175,8 +174,8 @@ def find_part(split: KVSplit, lengths: jax.Array, program: jax.Array) -> KVPart:
     is_before = ends <= program
     sequence = jnp.sum(is_before, dtype=jnp.int32)
     start = jnp.max(jnp.where(is_before, ends, 0))
-    # If the program instance has no part, `sequence` is B (the batch size). The length is then 0,
-    # because `lengths` has a zero or no element at index B.
+    # If the program instance has no part, `sequence` is R, which is past the end of `lengths`. No
+    # row matches it, so the length is 0.
     rows = jnp.arange(lengths.size, dtype=jnp.int32)
     length = jnp.sum(jnp.where(rows == sequence, lengths, 0), dtype=jnp.int32)
     count = _count_parts(_count_steps(split, length), max_steps)
@@ -205,7 +204,7 @@ def take_part(
 def _divide(split: KVSplit, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the maximum number of steps in a part, and the cumulative number of parts.
 
-    The latter is i32 ``[R]``: the number of parts of all sequences up to and including each one.
+    The second result is i32 ``[R]``. Element i is the number of parts of sequences 0 to i together.
     """
     is_sequence = jnp.arange(lengths.size, dtype=jnp.int32) < split.batch
     steps = jnp.where(is_sequence, _count_steps(split, lengths), 0)
@@ -230,7 +229,7 @@ def _count_steps(split: KVSplit, length: jax.Array) -> jax.Array:
 
 
 def _visible(split: KVSplit, length: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the length of a sequence, clipped to the block table, and the first token to read."""
+    """Return the length of a sequence, clipped to the capacity, and the first token to read."""
     # Clip the length to the block table, because on a GPU an address past the end of an array
     # raises no error.
     length = jnp.clip(length, 0, split.capacity)
@@ -244,10 +243,10 @@ def zero_counters(args: AttentionArgs, num_slices: int) -> jax.Array:
     """Return counters of 0 for each sequence and slice of query heads, i32 ``[B, num_slices]``.
 
     XLA would turn `jnp.zeros` into a constant, and copy it for each layer in a separate launch. The
-    zeros are therefore computed from the layer index: they say whether lengths equal
-    ``-1 - layer``, which is never true. XLA computes such zeros for all layers in one kernel, if
-    the computations read the same array and this array has more than one element. In a batch of one
-    sequence, the lengths have one element, so the block tables are compared too.
+    zeros are therefore computed from the layer index: lengths are compared with ``-1 - layer``,
+    which they never equal. XLA computes the zeros of all layers in one kernel, because all
+    comparisons read the same array. It only does so if this array has more than one element. The
+    lengths of a batch of one sequence have one element, so the block tables are compared too.
     """
     number = -1 - jnp.asarray(args.layer, jnp.int32)
     is_one = (args.context_lens == number) & (args.block_tables[:, 0] == number)

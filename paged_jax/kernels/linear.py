@@ -129,7 +129,7 @@ def copies_weights(platform: str, dtype: DTypeLike, *, has_experts: bool) -> boo
 
 
 def reads_stacked_weights(platform: str) -> bool:
-    """Return whether kernels for a platform read a layer's weights from the stack of all layers."""
+    """Return whether a platform's kernels read weights in place from the stack of all layers."""
     return platform == "cpu" and cpu_backend().is_available()
 
 

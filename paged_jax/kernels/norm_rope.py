@@ -59,8 +59,7 @@ def mean_square(x: jax.Array, *, num_heads: int = 1) -> jax.Array:
 
     Args:
       x: float32 ``[..., E]``.
-      num_heads: number of rows of `x` that belong to one token, which does not change the result,
-        see `rows_per_token` of `sum_rows`.
+      num_heads: number of rows of `x` that belong to one token, see `sum_rows`.
 
     Returns:
       float32 ``[..., 1]``.

@@ -56,7 +56,7 @@ class Pages(NamedTuple):
 
     @property
     def shares_values(self) -> bool:
-        """Whether values are stored only as the beginnings of keys (latent attention)."""
+        """Whether each value vector is the beginning of its key vector (latent attention)."""
         return self.kv.shape[2] == 1
 
     @property
@@ -133,7 +133,7 @@ def query_dtype(pool_dtype: DTypeLike) -> Any:
 
 
 def wider_dtype(a: DTypeLike, b: DTypeLike) -> Any:
-    """Return the dtype that two dtypes promote to, also under strict dtype promotion."""
+    """Return the dtype that two dtypes promote to, even if strict dtype promotion is enabled."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(a, b)
 

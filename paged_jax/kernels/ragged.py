@@ -240,8 +240,8 @@ def _scale_queries(args: RaggedArgs, factors: dict[str, jax.Array]) -> RaggedArg
         return args
     dtype = wider_dtype(args.q.dtype, jnp.float32)
     factor = math.prod(as_scalar(_FUNCTION, name, factors[name], dtype) for name in names)
-    # Set the rows of `q` without a sequence to 0. They may hold NaN, and the gradient with respect
-    # to the factor would then be NaN.
+    # Set the rows of `q` without a sequence to 0. They may hold NaN, and the gradients with respect
+    # to `sm_scale` and `k_scale` would then be NaN.
     is_query = find_rows(args, find_chunks(args)).is_query[:, None, None]
     q = jnp.where(is_query, args.q, 0).astype(dtype) * factor
     return args._replace(q=q.astype(args.q.dtype))

@@ -107,8 +107,8 @@ def _gather(
 
     Blocks with an id out of range are NaN.
     """
-    # Clip the table entries, so that they are in range. Below, set the tokens of missing blocks to
-    # NaN after the conversion to floats, because int8 has no NaN.
+    # Clip the table entries, so that they are in range. The tokens of blocks that were out of range
+    # are set to NaN below, after the conversion to floats, because int8 has no NaN.
     P = pools.num_blocks
     is_block = ((tables >= 0) & (tables < P))[:, :, None, None, None]
     rows = jnp.clip(tables, 0, P - 1)

@@ -51,7 +51,7 @@ def set_rows(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
 
 
 def sets_rows_in_place(platform: str, dtype: DTypeLike) -> bool:
-    """Return whether programs for a platform set rows of a dtype without copies of the array.
+    """Return whether `set_rows` updates arrays of a dtype in place on a platform.
 
     Args:
       platform: ``"cpu"`` (the CPU of this machine), ``"gpu"`` or ``"tpu"``.
@@ -122,11 +122,12 @@ _TPU_LANES = 128
 
 
 def _take_slices(pool: jax.Array, layer: jax.Array, entries: jax.Array) -> jax.Array:
-    """Do the same as `_take_entries`, one slice of the pool at a time, for TPUs.
+    """Do the same as `_take_entries`, with one `dynamic_slice` per entry, for TPUs.
 
-    A gather of vectors would first copy half of a layer, and their reshape to ``L * P`` rows would
-    copy the pool, unless P is a multiple of the number of rows of a TPU tile. For a gather of
-    states with rows of more than 128 lanes, XLA would first split the pool along its lanes.
+    For a gather of vectors, XLA would first copy half of a layer. The reshape of the pool to
+    ``L * P`` vectors would copy the whole pool, unless P is a multiple of the number of rows of a
+    TPU tile. For a gather of states with more than 128 lanes, XLA would first split the pool along
+    its lanes.
     """
     B, shape = entries.shape[0], pool.shape[2:]
     count = min(B, _SLICES)
@@ -191,8 +192,8 @@ def take_states(rows: StateRows, shape: tuple[int, ...] | None = None) -> jax.Ar
 def set_states(rows: StateRows, states: jax.Array) -> jax.Array:
     """Return the pool with the new recurrent states of a batch, ``[B, ...]``.
 
-    The new states of rows with an entry out of range are dropped. States that are smaller than in
-    the pool are padded with zeros.
+    If the entry of a row is out of range, the new state of this row is dropped. States that are
+    smaller than the entries of the pool are padded with zeros.
     """
     P, *padded = rows.pool.shape[1:]
     if states.shape[1:] != tuple(padded):
@@ -209,7 +210,10 @@ def set_states(rows: StateRows, states: jax.Array) -> jax.Array:
 def _by_platform(
     general: Callable[..., jax.Array], of_slices: Callable[..., jax.Array], pool: jax.Array
 ) -> Callable[..., jax.Array]:
-    """Return a function that calls `general`, or on TPUs `of_slices` for some shapes of states."""
+    """Return a function that calls `of_slices` on TPUs, and `general` on other platforms.
+
+    If states are matrices with at most 128 lanes, it also calls `general` on TPUs.
+    """
     if pool.ndim > 3 and pool.shape[-1] <= _TPU_LANES:
         return general
 

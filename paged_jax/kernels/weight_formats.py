@@ -176,7 +176,8 @@ class Weight:
       scales: floating point ``[*out, groups]``; None if `values` are the elements themselves.
       mins: minima, floating point ``[*out, groups]``, or None.
       order: i32 ``[in]``, the input that each column belongs to, or None.
-      stack: the stacked weights of all layers, if the other arrays are a layer of it; else None.
+      stack: the stacked weights of all layers, if the arrays above are one layer of them; else
+        None.
       code: code of the values, see `WeightFormat` (static). None if it is the dtype of `values`.
       dtype: float dtype of the model (static). Matmuls by a quantised weight round `x` to it.
     """
@@ -329,9 +330,9 @@ def _repeat(groups: Any, repeats: int, dtype: str | None) -> Any:
 
 
 def divide_groups(format: WeightFormat, num_inputs: int, parts: int) -> WeightFormat:
-    """Return the format with smaller groups, so that each part of the inputs has whole groups.
+    """Return the format with groups small enough that no group crosses a boundary of parts.
 
-    The inputs are divided into `parts` parts of equal size.
+    The `num_inputs` inputs are divided into `parts` parts of equal size.
     """
     size = math.gcd(format.group_size or num_inputs, num_inputs // parts)
     return replace(format, group_size=size)

@@ -129,9 +129,9 @@ def paged_write(
 def _letters_of_new(
     function: str, pools: Pools, k: jax.Array, v: jax.Array | None
 ) -> tuple[dict[str, tuple[jax.Array, str]], int | None]:
-    """Return new keys and values with their dimension letters, as for `dims.bind`.
+    """Return new keys and values with their dimension letters, the input of `dims.bind`.
 
-    The second result is U, or None if U equals D.
+    Also return U, or None if it equals D.
 
     Raises:
       ValueError: there are values but no pool for them, or a pool but no values.

@@ -123,8 +123,8 @@ def _attend(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array
 def _quantised_kernel(w: Weight) -> Kernel:
     """Return the kernel that multiplies by a quantised weight.
 
-    It multiplies in bfloat16 if this is the dtype of the model and represents the numbers of the
-    code exactly. Otherwise, it multiplies in float32.
+    The matmul is in bfloat16 if the dtype of the model is bfloat16 and the values of the code are
+    exact in bfloat16. Otherwise, it is in float32.
     """
     is_bfloat16 = w.dtype == jnp.bfloat16 and w.format.code not in _INEXACT_CODES
     dtype = jnp.dtype(jnp.bfloat16 if is_bfloat16 else jnp.float32)
@@ -348,7 +348,7 @@ def _set_rows(plain: PlainFunction, rows: jax.Array, index: jax.Array, new: jax.
 
 
 def _sets_rows_in_place(dtype: DTypeLike) -> bool:
-    """Return whether programs for this machine set rows of a dtype in place."""
+    """Return whether `_set_rows` updates arrays of a dtype in place on this machine."""
     dtype = jnp.dtype(dtype)
     return dtype in ELEMENTS and load(Kernel("set_rows", dtype)).target is not None
 
@@ -450,10 +450,10 @@ class CpuInt8:
     advance_rows = staticmethod(_advance_rows)
 
     def unavailable_for(self, codes: Collection[str]) -> str | None:
-        """Compile the int8 kernels for weights with these codes; return why no matmul uses them.
+        """Compile the int8 kernels for weights with these codes; return why none can be used.
 
-        The result is a phrase, such as "on a processor without AVX512-VNNI". It is None if some
-        matmuls use int8 kernels.
+        The result is a phrase, such as "on a processor without AVX512-VNNI", or None if matmuls of
+        some of these codes use the kernels.
         """
         if "avx512_vnni" not in library.processor():
             return "on a processor without AVX512-VNNI"

@@ -28,7 +28,7 @@ ELEMENTS: dict[Any, str] = {
 # All codes of packed 4-bit values share a kernel.
 PACKED = "packed"
 CODE_ELEMENTS = {"int8": "Int8", "float8_e4m3fn": "Float8", PACKED: "Packed"}
-# For these keys of `CODE_ELEMENTS`, there is a kernel that rounds the inputs to int8.
+# Keys of `CODE_ELEMENTS` for which there is also a kernel that rounds the inputs to int8.
 INT8_INPUT_CODES = ("int8", PACKED)
 
 FloatOp = Literal[

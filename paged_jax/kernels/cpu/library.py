@@ -117,8 +117,8 @@ def is_any_missing() -> bool:
 def load_target(target: str) -> bool:
     """Load the kernel with an FFI target; return whether this machine has it.
 
-    A machine does not have it if the target was named in a process with other sources, another
-    compiler command, processor or jaxlib, because the name contains a digest of all of these.
+    The name of a target contains a digest of the sources, compiler command, processor and version
+    of jaxlib. This machine has the kernel only if all of them are the same here.
     """
     asked = (kernel for kernel in _kernels() if target.startswith(_prefix(kernel)))
     return any(load(kernel).target == target for kernel in asked)

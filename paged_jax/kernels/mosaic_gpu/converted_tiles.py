@@ -114,12 +114,12 @@ def _convert(copies: PrefillCopies, piece_ref: Any, tile_ref: Any, start: jax.Ar
 def _start(
     copies: PrefillCopies, step: jax.Array, turn: int, unit: jax.Array, blocks: list[jax.Array]
 ) -> None:
-    """Start the bulk copies of a piece, unless its step is after the last loop step.
+    """Start the bulk copies of a piece; do nothing if its step is after the last loop step.
 
     Args:
       copies: bulk copies of the query tile.
       step: loop step that reads the piece.
-      turn: index of the piece in its step. Pieces of keys come first.
+      turn: index of the piece in its step: first the pieces of the key, then of the value.
       unit: index of the piece among the pieces of all steps.
       blocks: block ids of the step, one for each bulk copy.
     """

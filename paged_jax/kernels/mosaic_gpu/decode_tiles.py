@@ -117,7 +117,7 @@ class DecodeSizes(NamedTuple):
 
     @property
     def key_lanes(self) -> list[tuple[int, int]]:
-        """Start and size of each piece of a key. If keys contain values, these come first."""
+        """Start and size of each piece of a key. Pieces that are also values come first."""
         if self.shares_values:
             return self.value_lanes + cut_lanes(self.value_dim, self.head_dim)
         return cut_lanes(0, self.head_dim)
@@ -372,7 +372,7 @@ class TileCopies(NamedTuple):
         self._start_scales(slot, turn, (layer, block, self.head, tokens))
 
     def _start_scales(self, slot: jax.Array, turn: int, place: tuple[Any, ...]) -> None:
-        """Start the copies of the scales of tokens of a block, if the pools have scales."""
+        """Start the copies of the scales of a block's tokens, if the pools have scales."""
         pools, shared, rows = self.inputs.pools, self.shared, self.sizes.copy_rows
         for pool, ring in ((pools.k_scale, shared.k_scale), (pools.v_scale, shared.v_scale)):
             if pool is not None:
@@ -416,8 +416,8 @@ def load_scales(
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Load the scales of a loop step's keys and values, f32 ``[T]``; None if not quantised.
 
-    If `is_seen` is given, the scales of values that the query does not see become 0. It is called
-    with an array and the axis of its tokens, and returns a mask of the tokens that the query sees.
+    If `is_seen` is not None, the scales of values that the query does not see become 0. `is_seen`
+    takes an array and the axis of its tokens, and returns a mask of the tokens that the query sees.
     """
     if shared.k_scale is None:
         return None, None
@@ -426,9 +426,9 @@ def load_scales(
     if shared.v_scale is not None:
         values = plgpu.load(shared.v_scale.at[slot], optimized=False)
     if is_seen is not None:
-        # The scales of unused tokens may be NaN. Set the scales of their values to 0, because 0 *
-        # NaN is NaN. The scales of keys stay unchanged, because scores are masked after the
-        # multiplication by them.
+        # The scales of unused tokens may be NaN. For values, set these scales to 0, because a
+        # weight of 0 times NaN is NaN. For keys, this is not necessary: scores are masked after
+        # they have been multiplied by the scales.
         values = jnp.where(is_seen(values, 0), values, jnp.zeros_like(values))
     return keys, values
 
@@ -471,5 +471,5 @@ def widen_values(
 
 
 def rows_of(ref: Any, columns: int) -> Any:
-    """Return 8 consecutive rows of a ref ``[R, x]``, transposed to ``[x, 8]``."""
+    """Return group `columns` of 8 rows of a ref ``[R, x]``, transposed to ``[x, 8]``."""
     return ref.at[pl.ds(columns * MMA_COLUMNS, MMA_COLUMNS)].transpose((1, 0))

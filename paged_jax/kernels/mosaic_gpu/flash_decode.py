@@ -437,7 +437,7 @@ def _merge(
     """Merge the partial results of a sequence that is split into `count` parts.
 
     Program instances ``start`` to ``start + count - 1`` have stored them in `partial_refs`. `place`
-    is the index of the slice of query heads, and of a group of 8 query heads in this slice.
+    contains two indices: the slice of query heads, and the group of 8 query heads in this slice.
     """
     out_ref, lse_ref = partial_refs
     pieces = cut_lanes(0, out_ref.shape[3])

@@ -371,8 +371,9 @@ def _compute(
         slot = lax.rem(step, jnp.int32(sizes.num_stages))
         plgpu.barrier_wait(shared.k_full.at[slot])
         keys = shared.k.at[slot].transpose((1, 0))
-        # The only group is 0, like the minimum. With an index that does not depend on the step, the
-        # compiler would keep the addresses of all parts of wide queries in registers, which spill.
+        # If there is a single group, its index is 0, which is the minimum of `step` and 0. With a
+        # constant index, the compiler would keep the addresses of all parts of wide queries in
+        # registers, and these registers would spill.
         rows = jnp.minimum(step, 0) if sizes.num_groups == 1 else group
         scores = instructions.warpgroup_mma(shared.q.at[rows], keys)
         if shared.k_scale is not None:
@@ -412,7 +413,7 @@ def _store(shared: PrefillTiles, sizes: PrefillSizes, out: jax.Array, lse: jax.A
     warpgroup = lax.axis_index("warpgroup")
     group, lanes = sizes.share(warpgroup)
     if shared.are_read is not None:
-        # The output replaces queries that the other warpgroup reads, too.
+        # The output replaces queries that the other warpgroup also reads.
         plgpu.barrier_arrive(shared.are_read)
         plgpu.barrier_wait(shared.are_read)
     shared.q[group, :, lanes] = out.astype(shared.q.dtype)

@@ -133,9 +133,10 @@ def launch(
 class GpuInstructions(NamedTuple):
     """GPU instructions that JAX's simulator lacks. Each method also has a form for the simulator.
 
-    The simulator has `wgmma`, but it detects no races with its operands in shared memory. The form
-    for the simulator therefore loads them. Loads need a fence before a bulk copy to the same
-    memory, unlike `wgmma`.
+    The simulator has `wgmma`, but does not detect when a copy overwrites operands that `wgmma`
+    still reads from shared memory. In the simulator, the methods therefore load the operands, and
+    multiply the loaded arrays. Unlike `wgmma`, these loads need a fence before a bulk copy to the
+    same memory.
 
     Attributes:
       is_simulated: whether the kernel runs in the simulator.

@@ -44,8 +44,8 @@ _THREADS = 128
 _WARPS = 4
 WARP_LANES = 32
 
-# The kernels hold at most `_ROW_TILE` rows (heads) in registers at a time. If they would have more
-# than `_TILE_ELEMENTS` elements in total, the kernels hold one row per warp instead.
+# The kernels hold at most `_ROW_TILE` rows (heads) in registers at a time. If `_ROW_TILE` rows have
+# more than `_TILE_ELEMENTS` elements in total, the kernels hold one row per warp instead.
 _ROW_TILE, _TILE_ELEMENTS = 16, 4096
 
 # In `copy_blocks`, a row of a block has at most `_COPY_ROW` bytes, and a bulk copy at most
@@ -143,7 +143,7 @@ class _NewRows(NamedTuple):
         return [loaded if loaded.dtype == cast.dtype else cast for loaded, cast in pairs]
 
     def cast_rows(self, head_dim: int) -> None:
-        """Convert `loaded` to the dtype of the pool in `cast`, and set `scale` if there is one."""
+        """Store `loaded` in `cast`, in the dtype of the pool; set `scale` if there is one."""
         if self.scale is None:
             for loaded, cast in zip(self.loaded, self.cast, strict=True):
                 if loaded.dtype != cast.dtype:

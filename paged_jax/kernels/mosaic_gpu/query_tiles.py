@@ -109,7 +109,7 @@ class PrefillSizes(NamedTuple):
 
     @property
     def num_groups(self) -> int:
-        """Number of groups of 64 rows in a tile: 1 if both computing warpgroups have these rows."""
+        """Number of groups of 64 rows in a tile; 1 if both computing warpgroups share one group."""
         return 1 if self.value_dim > MAX_LANES else CONSUMERS
 
     def share(self, warpgroup: jax.Array) -> tuple[Any, Any]:
@@ -157,7 +157,8 @@ class PrefillSizes(NamedTuple):
             while row < end:
                 stop = min(end, (row // ROWS + 1) * ROWS)
                 if self.value_dim < self.head_dim:
-                    # A bulk copy can only store a part of the elements of 8 swizzled rows.
+                    # The output takes the place of the queries, and has shorter rows. A bulk copy
+                    # can only move a part of swizzled rows if it moves `TILE_ROWS` rows.
                     stop = row + TILE_ROWS
                 boxes.append((head, row - head * n, row // ROWS, row % ROWS, stop - row))
                 row = stop
@@ -336,7 +337,7 @@ class PrefillTiles(NamedTuple):
 
     @property
     def values(self) -> tuple[Any, Any, Any]:
-        """Ring buffer that contains the values, and its barriers: full and free."""
+        """Ring buffer that contains the values, its `full` barriers and its `free` barriers."""
         if self.v is None:
             return self.k, self.k_full, self.k_free
         return self.v, self.v_full, self.v_free

@@ -60,8 +60,8 @@ def refusal(problem: Problem) -> str | None:
 class _QueryBoxes(NamedTuple):
     """Division of the queries of a token into boxes. A bulk copy moves one box.
 
-    A box has one query of each KV head or, if a KV head has more queries than there are KV heads,
-    all queries of a KV head.
+    A box contains one query of each KV head. If a KV head has more queries than there are KV heads,
+    a box instead contains all queries of one KV head.
     """
 
     num_kv_heads: int
@@ -281,7 +281,10 @@ def _load_lanes(ref: Any) -> jax.Array:
 def _rotated(
     halves: list[jax.Array], rotations: list[jax.Array], norm: list[jax.Array] | None, eps: float
 ) -> list[jax.Array]:
-    """Normalise heads if `norm` is given, and rotate them. Halves are ``[rows, D / 2]``."""
+    """Normalise heads if `norm` is not None, and rotate them.
+
+    `halves` are the first and the second half of the elements of each head, ``[rows, D / 2]``.
+    """
     (first, second), shape = halves, halves[0].shape
     if norm is not None:
         squares = jnp.sum(first * first + second * second, axis=1)

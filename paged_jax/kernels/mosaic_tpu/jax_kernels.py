@@ -84,7 +84,7 @@ def ragged_refusal(problem: Problem) -> str | None:
 
 @functools.partial(jax.jit, static_argnames="options")
 def attend_ragged(args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
-    """Run a ragged batch in JAX's kernel. It has no log-sum-exp, so the result has NaN instead."""
+    """Run a ragged batch in JAX's kernel. It returns no log-sum-exp, so `lse` contains NaN."""
     chunks = find_chunks(args)
     # Work around two defects of JAX's kernel: leave out all sequences after the last sequence with
     # queries, and give each sequence at least one token.

@@ -210,7 +210,7 @@ def _order_rows(rows: StateRows) -> tuple[jax.Array, ...]:
     is_entry = (rows.sources >= 0) & (rows.sources < P)
     is_same_BB = (rows.sources[:, None] == rows.sources[None]) & is_entry[None]
     first = jnp.min(jnp.where(is_same_BB, index[None], B), axis=1)
-    # `first` is the first row that reads the same entry. It is B for rows that read no entry.
+    # `first[i]` is the first row that reads the same entry as row i, or B if row i reads no entry.
     key = 2 * first + (rows.entries == rows.sources)
     is_before_BB = (key[None] < key[:, None]) | (
         (key[None] == key[:, None]) & (index[None] < index[:, None])
@@ -285,7 +285,7 @@ def _kernel(
 def _advance_delta(
     key, heads, q_ref, k_ref, v_ref, log_decay_ref, beta_ref, load_state, out_ref, new_ref
 ) -> None:
-    """Apply the delta rule to the heads of a key head. Their states are ``[D, U]``."""
+    """Apply the delta rule to the heads that share a key head. Their states are ``[D, U]``."""
     q, k = q_ref[key], k_ref[key]
     qk, q_D, k_D = jnp.sum(q * k, axis=1, keepdims=True), _to_column(q), _to_column(k)
     for head in heads:
@@ -302,7 +302,7 @@ def _advance_delta(
 def _advance_state_space(
     key, heads, b_ref, c_ref, x_ref, log_decay_ref, load_state, out_ref, new_ref
 ) -> None:
-    """Apply the Mamba-2 recurrence to the heads of a key head. Their states are ``[U, D]``."""
+    """Apply the Mamba-2 recurrence to heads that share a key head. Their states are ``[U, D]``."""
     b_D, c_D = b_ref[key], c_ref[key]
     for head in heads:
         row = pl.ds(head, 1)

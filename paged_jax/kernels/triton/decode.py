@@ -82,7 +82,7 @@ def decode(
 
 
 class _QueryGroup(NamedTuple):
-    """Division of the query heads of a KV head into slices. Each slice has a program instance.
+    """Division of the query heads of a KV head into slices. A program instance has one slice.
 
     Attributes:
       size: number of query heads in the group (G).
@@ -262,8 +262,8 @@ def _store(
 ) -> None:
     """Store the output and the log-sum-exp of a slice of query heads.
 
-    `refs` are the ref of outputs ``[:, H, U]`` and the ref of log-sum-exps ``[:, H]``. `place` is
-    the index of their first dimension.
+    `refs` are the refs of the outputs, ``[N, H, U]``, and of the log-sum-exps, ``[N, H]``. Entry
+    `place` of their first dimension is written.
     """
     out_ref, lse_ref = refs
     U = out_ref.shape[2]
@@ -332,9 +332,9 @@ def _fold_part(
 ) -> tiles.OnlineSoftmax:
     """Compute the softmax of queries over the tokens of a part.
 
-    `q` has not been multiplied by ``options.scale``. A tile of values has as many lanes as the
-    first `num_arrays` arrays of `q`. `is_rest`, bool ``[R]`` or None, is True for the second copy
-    of each row, see `_choose_rows`.
+    `q` has not been multiplied by ``options.scale``. A tile of values has `num_arrays` arrays, with
+    as many lanes as the first arrays of `q`. `is_rest`, bool ``[R]`` or None, is True for the
+    second copy of each row, see `_choose_rows`.
     """
     dtype = tiles.operand_dtype(q[0].dtype, kv.pool_dtype)
     q, unit = tiles.fit_queries(q, dtype)

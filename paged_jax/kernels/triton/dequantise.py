@@ -86,8 +86,8 @@ class TileFormat(NamedTuple):
     def is_prefetched(self) -> bool:
         """Whether the kernel loads the scales one loop step ahead.
 
-        Otherwise Triton loads them asynchronously. It can do so only if a thread reads at least
-        four consecutive bytes, and if the rows of scales are aligned.
+        If it does not, Triton loads them asynchronously. Asynchronous loads require that a thread
+        reads at least four consecutive bytes, and that the rows of scales are aligned.
         """
         itemsize = jnp.dtype(self.weight.scale_dtype).itemsize
         row_bytes = self.num_inputs // (self.weight.group_size or self.num_inputs) * itemsize
@@ -103,8 +103,8 @@ class TileFormat(NamedTuple):
         columns = jnp.arange(self.columns, dtype=jnp.int32)
         if not self.weight.is_packed:
             return columns
-        # Compute the indices with divisions, from which Triton recognises runs of 16 consecutive
-        # inputs, so that it uses wide loads.
+        # Compute the indices with divisions, because Triton then recognises runs of 16 consecutive
+        # inputs and uses wide loads.
         size = jnp.full_like(columns, PACKED_BYTES)
         block, place = lax.div(columns, size), lax.rem(columns, size)
         return block * PACKED_INPUTS + half * PACKED_BYTES + place
@@ -138,8 +138,8 @@ class WeightTile(NamedTuple):
     def load_values(self, step: jax.Array) -> tuple[jax.Array, ...]:
         """Load the values of a loop step, ``[N, columns]``.
 
-        For codes with tables, return one array per table instead. It has the table entries of both
-        halves of each byte.
+        For codes with tables, return one array per table instead: the entries of the table for the
+        low and the high half of each byte.
         """
         format = self.format
         columns = step * format.columns + jnp.arange(format.columns, dtype=jnp.int32)
@@ -172,8 +172,8 @@ class WeightTile(NamedTuple):
         width = PACKED_INPUTS if format.has_scale_per_half else format.group
         count = format.step // width
         if count == 1:
-            # Load a single scale for each output here. For an array with one column, Triton would
-            # repeat the load for each element.
+            # Load the scales as a 1-dimensional array, one for each output. If they were loaded as
+            # an array with one column, Triton would repeat the load for each element.
             group = lax.div(step * format.step, jnp.int32(size))
             if format.num_inputs % format.step or format.is_prefetched:
                 group = jnp.minimum(group, ref.shape[-1] - 1)
@@ -283,8 +283,8 @@ class _Half(NamedTuple):
 _DTYPE_OF = {"bf16x2": jnp.bfloat16, "f16x2": jnp.float16}
 _HALVES = {"bfloat16": _Half("bf16x2", 128), "float16": _Half("f16x2", 1024)}
 
-# These offsets are added to the integers of a code, so that the integers are not negative when they
-# are put into the low byte of `_Half.base`.
+# Offset of each code. It is added to the integers of the code (for e2m1, twice its numbers),
+# because only integers that are not negative can be written to the low byte of `_Half.base`.
 _OFFSETS = {"int4": 8, "uint4": 8, "e2m1": 64}
 
 
@@ -320,9 +320,10 @@ def _look_up(numbers: list[int]) -> str:
 
 
 def _tables(code: str, dtype: Any) -> list[list[int]]:
-    """Return the tables of a code for `_look_up`: one table per byte of a table entry.
+    """Return the tables of a code for `_look_up`, with 16 entries of one byte each.
 
-    The list is empty for codes that need no tables: integers and 8-bit codes.
+    Codes whose numbers take two bytes have two tables, one of low bytes and one of high bytes. The
+    list is empty for codes that need no tables: integers and 8-bit codes.
     """
     if code == "e2m1":
         return [(_OFFSETS[code] + 2 * CODES[code]).astype(int).tolist()]
@@ -352,7 +353,7 @@ def _looked_up_code(num_tables: int, half: int, kind: _Half, has_min: bool) -> s
 
 
 def _integer_code(code: str, half: int, kind: _Half, has_min: bool) -> str:
-    """Return PTX that converts the low or high halves of four bytes with an integer code.
+    """Return PTX that converts the 4-bit integers in the low or high halves of four bytes.
 
     `half` is 0 for the low halves, 1 for the high halves.
     """

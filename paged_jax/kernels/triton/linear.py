@@ -63,8 +63,8 @@ _MAX_ROWS = 128
 # Maximum number of rows of a tile of `grouped_linear`.
 _MAX_GROUPED_ROWS = 128
 
-# `choose_tiling` assumes this number of outputs per program instance when it chooses the number of
-# parts into which the inputs are split.
+# When `choose_tiling` chooses the number of parts into which the inputs are split, it assumes that
+# a program instance computes this number of outputs.
 _PART_OUTPUTS = 64
 # Maximum number of parts into which the inputs are split.
 _MAX_PARTS = 8
@@ -399,14 +399,14 @@ def multiply_tile(
     begin: jax.Array,
     end: jax.Array,
 ) -> jax.Array:
-    """Multiply rows of `x` by some outputs of a weight, over some of the inputs.
+    """Multiply rows of `x` by a tile of a weight: some of its outputs, some of its inputs.
 
     Args:
       x_ref: ref of `x`, ``[R, K]``, in the dtype of the matmul.
       rows: i32 ``[T]``, indices of the rows.
       is_row: bool ``[T]``, False for rows that are not read. Their results are 0.
       tile: the outputs of the weight.
-      begin: first loop step.
+      begin: first loop step over the inputs.
       end: end of the loop steps (exclusive).
 
     Returns:

@@ -62,9 +62,9 @@ def pallas_call(
     mesh = _mesh_of_device()
     if mesh is None:
         return partial(only_on, "cuda", pl.pallas_call(kernel, out_shape, **options))
-    # Make the types of the results before `mesh` is set, under the mesh of the caller. Types made
-    # under `mesh` would differ from the types of other arrays, so JAX would trace functions of the
-    # results again.
+    # Create the types of the results under the caller's mesh, before `mesh` is set. Otherwise, they
+    # would contain `mesh` and differ from the types of other arrays, so JAX would trace every
+    # function that takes a result again.
     out_types = jax.tree.map(lambda out: ShapedArray(out.shape, out.dtype), out_shape)
     call = pl.pallas_call(kernel, out_types, **options)
 

@@ -39,8 +39,8 @@ from paged_jax.kernels.ragged_chunks import Chunks
 from paged_jax.kernels.triton import tiles, tuning
 from paged_jax.kernels.triton.pallas import Instructions, choose_instructions, pallas_call, plgpu
 
-# With at least this number of steps that need no mask, they get a separate loop without masks. Each
-# additional loop waits for its first tile, which costs about as much as masking this number of
+# If at least this number of loop steps need no mask, a separate loop without masks computes them.
+# Each additional loop waits for its first tile, which costs about as much as masking this number of
 # steps (computed from instruction counts, not measured).
 _MIN_UNMASKED_STEPS = 4
 
@@ -137,8 +137,8 @@ class _ChunkTile(NamedTuple):
       query_len: number of queries in the chunk.
       start: row of the first query of the chunk in a ragged batch; None for padded chunks.
       first_row: first row of the tile. A chunk has G rows for each token.
-      num_written: number of tokens of the chunk whose output is stored: T for padded chunks, with
-        the padding; `query_len` in ragged batches.
+      num_written: number of tokens of the chunk whose output is stored: T for padded chunks,
+        including the padding, or `query_len` in ragged batches.
     """
 
     sequence: jax.Array
@@ -166,7 +166,7 @@ def _tile_of_ragged(
 ) -> _ChunkTile:
     """Return the tile of program instance ``(k, i)`` of a ragged batch.
 
-    The tile has no queries if `i` is not less than the number of tiles.
+    If `i` is past the last tile of the batch, the returned tile has no queries.
     """
     B, program = query_lens_ref.shape[0], pl.program_id(1)
     index = jnp.arange(pl.next_power_of_2(B), dtype=jnp.int32)
@@ -342,7 +342,7 @@ def _fold_keys(
 def _separate_masked_steps(
     first: jax.Array, last: jax.Array, step_tokens: int, window: int | None
 ) -> list[_StepRange]:
-    """Return the ranges of loop steps over the keys, in order, with and without masks.
+    """Return ranges of loop steps over the keys: each range is with or without masks.
 
     A step needs no mask if all queries of the tile see all tokens of the step. `first` and `last`
     are the positions of the first and the last query of the tile.

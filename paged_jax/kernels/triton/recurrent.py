@@ -47,8 +47,8 @@ _TILE, _NUM_WARPS = 4096, 4
 _CHANNELS = 512
 # Maximum number of elements of a key. With more elements, a tile would not fit the registers.
 _MAX_KEY_DIM = 512
-# Maximum number of rows. It is limited because each program instance compares the sources of all
-# rows.
+# Maximum number of rows. It is limited because each program instance searches the sources of all
+# rows for rows that read the same entry.
 _MAX_ROWS = 4096
 
 
@@ -215,9 +215,10 @@ def _state_space_kernel(
 
 
 def _split_heads(index: jax.Array, K: int, G: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the row of a program instance, its key head, and its head in the group of this key.
+    """Return the row of a head, its key head, and its index among the heads of this key head.
 
-    `index` counts the B * K * G heads of all rows.
+    `index` is the index of the head among the B * K * G heads of all rows: K key heads per row, and
+    G heads per key head.
     """
     row, head = lax.div(index, jnp.int32(K * G)), lax.rem(index, jnp.int32(K * G))
     return row, lax.div(head, jnp.int32(G)), lax.rem(head, jnp.int32(G))

@@ -119,7 +119,7 @@ class HeadPart(NamedTuple):
 
 
 def parts_of(head_dim: int, value_dim: int) -> tuple[HeadPart, ...]:
-    """Return the parts of a key: the whole key, or the value in the key and the rest.
+    """Return the parts of a key: the whole key, or the value that it contains and the rest.
 
     Args:
       head_dim: number of elements of a key (D).
@@ -369,13 +369,13 @@ def start_softmax(
     return OnlineSoftmax(peak, (sinks > -jnp.inf).astype(jnp.float32), out, unit)
 
 
-# In float16, softmax weights are multiplied by 2**_LIFT, so that the largest weight is 2**12. It is
-# then multiplied by the scale of a value, divided by the unit, which is at most 2. Rounding errors
-# of scores of up to 2**25 can increase it by another factor of up to 4. All operands therefore stay
-# below 65504, the largest float16 number.
-# In `weigh_exactly`, a weight is the sum of two float16 numbers. The error of this sum is at most
-# the largest scale so far, times the larger of two numbers: 2**-23 of the weight, and 2**-37 of the
-# largest weight. The sum of 131,072 errors of 2**-37 is 2**-20.
+# In float16, softmax weights are multiplied by 2**_LIFT, so the largest weight of a row is 2**12.
+# Each weight is then multiplied by ``v_scale / unit``, which is less than 2. For scores as large as
+# 2**25, rounding errors can increase a weight by another factor of up to 4. All operands therefore
+# stay below 65504, the largest float16 number.
+# `weigh_exactly` splits a weight into two float16 numbers. The error of their sum is at most 2**-23
+# of the weight or 2**-37 of the largest weight, whichever is larger. (Both are multiplied by the
+# largest scale so far.) The sum of 131,072 errors of 2**-37 is 2**-20.
 _LIFT = 12.0
 
 

@@ -115,7 +115,7 @@ def _lanes(shape: CallShape) -> int:
 
 
 def _token_lanes(shape: CallShape) -> int:
-    """Return the number of lanes of K and V of a token in a KV head."""
+    """Return the lanes per token and KV head, of K and V together."""
     if not shape.value_dim:
         return 2 * _lanes(shape)
     rest = shape.head_dim - shape.value_dim
@@ -123,7 +123,7 @@ def _token_lanes(shape: CallShape) -> int:
 
 
 def token_bytes(shape: CallShape) -> int:
-    """Return the bytes of K and V of a token in a KV head, in the dtype of the matmuls."""
+    """Return the bytes of K and V per token and KV head, in the dtype of the matmuls."""
     return _token_lanes(shape) * matmul_dtype(shape.q_dtype, shape.pool_dtype).itemsize
 
 
@@ -186,10 +186,10 @@ def slice_size(shape: CallShape) -> int:
     return math.ceil(shape.group / num_slices)
 
 
-# Maximum number of program instances per SM: `_MAX_LARGE_PROGRAMS` for groups of more than 16 query
-# heads, whose tiles of 32 rows take more registers and shared memory, and `_MAX_PROGRAMS` for other
-# groups. The registers limit both numbers: in half precision, ptxas gives each thread of 4 warps up
-# to 168 registers, and in float32, it gives each thread of 8 warps 64 registers.
+# Maximum number of program instances per SM: `_MAX_PROGRAMS`, or `_MAX_LARGE_PROGRAMS` for groups
+# of more than 16 query heads. Tiles of such groups have 32 rows, so they take more registers and
+# shared memory. Both numbers are limited by the registers: ptxas allocates up to 168 registers per
+# thread in half precision (4 warps per program instance), and 64 in float32 (8 warps).
 _MAX_PROGRAMS = 3
 _MAX_LARGE_PROGRAMS = 2
 
@@ -241,10 +241,10 @@ def _prefill_rule(shape: CallShape, device: GpuInfo, is_ragged: bool) -> Prefill
     architecture = device.compute_capability[0]
     is_large = architecture in _LARGE_ARCHITECTURES
     if is_large and _lanes(shape) <= 128 and not is_quantised(shape.pool_dtype):
-        # Use steps of 128 tokens. At 128 lanes, the kernel then takes 254 registers per thread, and
-        # executes 319 instructions per warp for 64 tokens. With steps of 64 tokens, it executes 410
-        # instructions for them (SASS for compute capability 9.0). Quantised pools are excluded,
-        # because their conversion would spill registers.
+        # Use steps of 128 tokens. At 128 lanes, a warp then executes 319 instructions per 64
+        # tokens, compared with 410 for steps of 64 tokens (SASS for compute capability 9.0). The
+        # kernel takes 254 registers per thread. Quantised pools are excluded, because their
+        # conversion would spill registers.
         return PrefillParams(128, 128, num_warps=8, num_stages=2)
     if not is_quantised(shape.pool_dtype):
         # These sizes are based on code compiled for compute capability 8.0, 8.6, 8.9 and 12.0.
@@ -264,10 +264,10 @@ def _prefill_rule(shape: CallShape, device: GpuInfo, is_ragged: bool) -> Prefill
 def _nearest(
     table: CallTable[Params], device_kind: str, op: str, shape: CallShape
 ) -> Params | None:
-    """Return the entry of the table for a shape, or for the nearest shape with the same tiles.
+    """Return the entry of the table for a shape, or for the nearest similar shape.
 
-    Tiles are the same if only the group or the block size differs. Return None if the table has no
-    such entry.
+    Similar shapes differ only in the group or the block size, so they use tiles of the same shape.
+    Return None if the table has no entry for a similar shape.
     """
     entries = table.get(device_kind, {}).get(op, {})
 
@@ -293,7 +293,7 @@ def parse(text: str) -> CallTable[Params]:
     """Parse a table in the format of `tuning.json`, see the module's docstring.
 
     Raises:
-      ValueError: the format is wrong. The message says in which entry.
+      ValueError: the format is wrong. The message names the entry.
 
     Example:
       >>> parse('{"NVIDIA H200": {"decode": {}}}')

@@ -120,8 +120,8 @@ def _set_pool_rows(pool: jax.Array, index: jax.Array, new: jax.Array) -> jax.Arr
 
     if pool.shape[2] > 1:
         return flat(pool, index, new)
-    # On CPUs, do not flatten the pool, because with a single KV head, XLA would then copy the rows
-    # back to the layout of a pool.
+    # Do not flatten a pool with a single KV head on CPUs: XLA would copy the updated rows back to
+    # an array of the shape of the pool.
     return lax.platform_dependent(pool, index, new, cpu=whole, default=flat)
 
 

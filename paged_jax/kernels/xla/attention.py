@@ -40,9 +40,9 @@ QUERIES = 128
 # latent attention, where the query of each head is as long as a latent vector.
 _TILE_ELEMENTS = 1 << 21
 
-# Bytes of keys, and also of values, that a step of the decode loop gathers. So many bytes fit the
-# cache of a CPU core, and take much longer to process than the fixed cost of a step (measured on 2
-# cores with 1 MB of cache each).
+# Bytes of keys, and also of values, that a step of the decode loop gathers. Keys of this size fit
+# the cache of a CPU core, and processing them takes much longer than the fixed cost of a step
+# (measured on 2 cores with 1 MB of cache each).
 _STEP_BYTES = 768 * 1024
 
 # Maximum number of sequences in a step of the decode loop.
@@ -133,11 +133,11 @@ def _sort_by_length(
 ) -> tuple[_DecodeBatch, jax.Array]:
     """Sort the sequences by their number of tiles, the largest first.
 
-    In every loop step, the sequences with tiles left are then the first rows.
+    The sequences that still have tiles in a loop step are then always the first rows.
 
     Returns:
-      ``(batch, order)``: the sorted batch; and the index of the sequence that is in each row of it,
-      i32. Rows of padding have the index B.
+      ``(batch, order)``: the sorted batch; and, i32, the index of the sequence of each of its rows.
+      Padding rows have the index B.
     """
     B, H, D = args.q.shape
     K = args.pools.num_kv_heads
@@ -154,7 +154,7 @@ def _sort_by_length(
 
 
 def _step_sizes(batch: int, num_kv_heads: int, head_dim: int) -> tuple[int, int]:
-    """Return the number of sequences in a step of the decode loop, and of tokens per sequence."""
+    """Return the numbers of sequences, and of tokens per sequence, in a step of the decode loop."""
     num_tokens = max(_STEP_BYTES // (num_kv_heads * head_dim * 4), TILE // 2)
     most = min(batch, _MAX_SEQUENCES, num_tokens // (TILE // 2))
     # Divide the batch into loop steps of about equal size, which need the least padding.

@@ -104,8 +104,8 @@ def _multiply_on_gpu(x: jax.Array, w: WeightArrays, code: str) -> jax.Array:
     num_tiles = min(num_outputs, -(-num_outputs * num_inputs // _MAX_GPU_TILE_ELEMENTS))
     tile = -(-num_outputs // num_tiles)
 
-    # Use `jax.checkpoint`, so that the backward pass converts each tile again and the floats of all
-    # tiles are not kept.
+    # Use `jax.checkpoint`, so that the backward pass converts each tile again. Otherwise, the
+    # floats of all tiles would stay in memory until then.
     @functools.partial(jax.checkpoint, static_argnums=2)
     def multiply(x: jax.Array, w: WeightArrays, start: int) -> jax.Array:
         part = jax.tree.map(lambda array: array[start : start + tile], w)
@@ -212,9 +212,9 @@ def grouped_linear(x: jax.Array, w: Weight, group_sizes: jax.Array) -> jax.Array
 def _multiply_groups(
     x: jax.Array, w: Weight, group_sizes: jax.Array, contracted: tuple[int, int]
 ) -> jax.Array:
-    """Multiply tiles of rows by the weights ``[out, in]`` of their groups.
+    """Multiply the rows of each group by the weight of the group, tile by tile.
 
-    The matmul of a tile is ``_contract(rows, weight, contracted)``.
+    Weights are ``[out, in]``. The matmul of a tile is ``_contract(rows, weight, contracted)``.
     """
     R, X, N = x.shape[0], w.shape[0], w.shape[2 - contracted[1]]
     tile = min(R, _MAX_TILE, max(8, math.ceil(2 * R / X)))
