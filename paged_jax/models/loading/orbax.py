@@ -4,6 +4,8 @@ A checkpoint is a folder with ``config.json`` and the arrays in ``weights/``. If
 quantised, ``formats.json`` contains their formats. The arrays are stored as in the saved model,
 with stacked or with separate layers. A checkpoint with stacked layers can be loaded into a model
 with separate layers, and vice versa.
+
+Orbax is imported by the functions that use it, because its import takes 0.2 s.
 """
 
 import dataclasses
@@ -16,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint.experimental.v1 as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -69,6 +70,8 @@ def save_checkpoint(model: Any, path: str | Path) -> None:
       FileExistsError: the folder already holds a checkpoint. A checkpoint is never overwritten,
         because an interrupted save would destroy the old one without completing the new one.
     """
+    import orbax.checkpoint.experimental.v1 as ocp
+
     path = Path(path).resolve()
     if is_checkpoint(path):
         raise FileExistsError(
@@ -189,6 +192,8 @@ def _targets(spec: ModelSpec) -> Targets:
 
 
 def _stored_shapes(path: Path) -> dict[str, Shape]:
+    import orbax.checkpoint.experimental.v1 as ocp
+
     if not is_checkpoint(path):
         raise WeightsError(f"{path}: no checkpoint there.")
     try:
@@ -217,6 +222,8 @@ def _describe(shape: Shape | None) -> str:
 
 def _restore(path: Path, stored: Mapping[str, Shape], targets: Targets) -> dict[str, jax.Array]:
     """Restore the arrays in `targets` from a checkpoint, without reading the other arrays."""
+    import orbax.checkpoint.experimental.v1 as ocp
+
     abstract = {name: targets.get(name, ocp.PLACEHOLDER) for name in stored}
     try:
         restored = ocp.load(str(path / _WEIGHTS), abstract)
