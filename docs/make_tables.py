@@ -85,7 +85,7 @@ def _type(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
     kind = schema.get("type", "any")
     if kind == "array" and "items" in schema:
         item = _type(schema["items"], definitions).partition(" >=")[0]
-        return "list of " + re.sub("^[a-z]+", r"\g<0>s", item)
+        return "list" if item == "any" else "list of " + re.sub("^[a-z]+", r"\g<0>s", item)
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     bounds = [
         f"{sign} {schema[name]:g}"

@@ -137,7 +137,7 @@ class BlockAnswer(Answer):
         self.tracker = BlockTracker()
 
     def prompts(self) -> list[str | list[int]]:
-        """Return one prompt: the token ids of the messages, rendered by the chat template."""
+        """Return a list with one prompt: the token ids of the chat, rendered by the template."""
         return [self.chat.token_ids()]
 
     @property

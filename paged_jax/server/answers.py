@@ -335,7 +335,7 @@ class OpenAiAnswer(Answer):
         return {"usage": self.usage(outputs), "explanations": explanations}
 
     def prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
-        """Return the fields about a prompt: its token ids and log-probabilities, if requested."""
+        """Return the token ids and log-probabilities of a prompt, if requested, as JSON fields."""
         fields: dict[str, Any] = {}
         if self.body.return_token_ids:
             fields["prompt_token_ids"] = output.prompt_token_ids

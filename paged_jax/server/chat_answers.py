@@ -33,7 +33,7 @@ class ChatAnswer(OpenAiAnswer):
         self._num_calls: dict[int, int] = {}
 
     def prompts(self) -> list[str | list[int]]:
-        """Return one prompt: the token ids of the messages, rendered by the chat template."""
+        """Return a list with one prompt: the token ids of the chat, rendered by the template."""
         return [self.chat.token_ids()]
 
     @property

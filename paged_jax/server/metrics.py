@@ -136,8 +136,8 @@ class Metrics:
                 ("generation_tokens", "Tokens generated."),
             )
         )
-        # Maps ids of running requests to the time of the newest tokens and the number of generated
-        # tokens.
+        # Maps the id of each running request to the time of its newest tokens and the number of its
+        # generated tokens.
         self._progress: dict[str, tuple[float, int]] = {}
         # These metrics have the names of prometheus-fastapi-instrumentator, which vLLM uses.
         self._http_responses = self._counter(

@@ -271,8 +271,8 @@ def validated_chat(
       chat: the converted fields, such as ``messages`` and ``tools``.
       body: the body of the request, from which the fields of `TemplateFields` are taken.
       field: name of the body field with the messages, for error messages.
-      effort: the reasoning effort, if the body has it in a field of its own API. It overrides the
-        field `reasoning_effort`.
+      effort: the reasoning effort from a field such as ``reasoning.effort``, or None. It overrides
+        the field `reasoning_effort`.
 
     Raises:
       ApiError: the fields are invalid, or there are no messages.

@@ -303,7 +303,7 @@ class Service:
         an `ApiError`.
 
         Args:
-          receive: the ASGI `receive` function of the request, after the body was read.
+          receive: the ASGI `receive` function of a request with a body that has been read.
         """
         if self._is_stopping.is_set():
             raise shutting_down()
@@ -376,7 +376,7 @@ class CancelOnDisconnect:
     The body does not run in a separate task, which would delay each event of a stream.
 
     Args:
-      receive: the ASGI `receive` function of the request, after the body was read.
+      receive: the ASGI `receive` function of a request with a body that has been read.
       others: a set of the context managers that are active. This object is a member of the set
         while it is active.
     """
