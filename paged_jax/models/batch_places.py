@@ -73,15 +73,15 @@ class GroupPlaces(NamedTuple):
 @short_repr
 @dataclass(frozen=True)
 class BatchPlaces:
-    """Positions in the cache of a step's new tokens, and the lengths of their sequences.
+    """Cache positions of a step's new tokens, and the lengths of their sequences.
 
     Attributes:
-      lengths: i32 ``[B]``, sequence lengths, including the new tokens; 0 in rows left out (rows
+      lengths: i32 ``[B]``, sequence lengths, including the new tokens; 0 in skipped rows (rows
         with a negative slot, or all rows if there are not enough blocks).
-      num_tokens: i32 ``[B]``, number of new tokens; 0 in rows left out.
+      num_tokens: i32 ``[B]``, number of new tokens; 0 in skipped rows.
       positions: i32 ``[N]``, position of each token in its sequence; -1 for padding.
       offsets: i32 ``[N]``, offset of each token in its block.
-      groups: block tables and blocks in each group of layers.
+      groups: for each group of layers, the block table of each row and the block of each token.
       layers: for each layer, the index of its group and the index of the layer in this group; None
         for layers without attention.
       block_size: tokens per block (C).
@@ -208,7 +208,7 @@ def reserve_places(
     cache, ok = paged_cache.reserve(cache, requested, max_tokens=most, backend=backend)
     num_tokens = jnp.where(is_row & ok, num_tokens, 0)
     if postpones and cache.states is not None:
-        # A step adds all of its tokens at once, so it can mark (keep) only the state before them.
+        # All tokens are appended at once, so only the state before them can be saved as a mark.
         cache = cache.replace_states(plan_marks, (requested > 0) & ok, lengths, 1)
     states = StatePlaces.of_rows(cache, jnp.where(num_tokens > 0, rows, num_slots), postpones)
     if postpones and states is not None:

@@ -211,7 +211,7 @@ def _check_experts(config: Any) -> None:
         check_positive("LlamaConfig", **{name: getattr(config, name) for name in sizes})
     if config.moe_latent_size and (config.moe_latent_size < 0 or config.expert_bias):
         raise ValueError(
-            "LlamaConfig: moe_latent_size must not be negative, and 0 for experts with biases, got "
+            "LlamaConfig: moe_latent_size must be at least 0, and 0 if experts have biases, got "
             f"{config.moe_latent_size}."
         )
     if config.num_experts_per_tok > config.num_experts:

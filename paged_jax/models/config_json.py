@@ -196,7 +196,7 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         "torch_dtype": fields["dtype"],
     }
     if family.has_latent:
-        del written["head_dim"]  # its meaning differs between classes of transformers
+        del written["head_dim"]  # transformers' classes use different definitions of it
     if family.biases:
         written["attention_bias"] = all(fields[field] for field in family.biases)
     written |= {cap: fields[cap] for cap in family.caps}

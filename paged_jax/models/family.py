@@ -13,7 +13,7 @@ from typing import Any
 # Fields of `LlamaConfig` that turn on the attention biases. In many families `attention_bias` sets
 # both.
 BIASES = ("qkv_bias", "o_bias")
-# Entry of `Family.switches` of the biases of MLPs.
+# Entry of `Family.switches` for the biases in MLPs.
 MLP_BIAS = {"mlp_bias": "mlp_bias"}
 
 
@@ -213,9 +213,9 @@ class MixerKeys:
       kind: kind of recurrent layer, a key of `layers_json.MIXERS`.
       keys: for each field of the `Mixer` that is read from ``config.json``, its key in the file.
       fixed: fields of the `Mixer` with the same value in the whole family.
-      ratios: defaults of missing keys, each described by two other keys and a factor. The default
-        is the factor times the entry of the first key, divided by the entry of the second key and
-        rounded down. If the second key is None, nothing is divided.
+      ratios: for each key that may be missing, two other keys and a factor, which determine its
+        default. The default is the factor times the entry of the first key, divided by the entry of
+        the second key (if it is not None) and rounded down.
       norm_switches: two keys with booleans: whether the mixer has a norm, and whether this norm
         precedes the output gate. None if ``config.json`` does not determine the norm.
       layer_types_key: key of the list with the type of each layer, or ``""`` if files list only the

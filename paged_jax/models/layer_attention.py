@@ -127,8 +127,8 @@ States = tuple[Any, ...]
 class Recurrence(NamedTuple):
     """Inputs of a recurrent layer, and the function that computes outputs and new states.
 
-    The function `advance` is pure. A caller may run it several times, on any states and on fewer
-    tokens.
+    The function `advance` is pure, so a caller may run it several times, for example with other
+    states or with fewer tokens.
 
     Attributes:
       inputs: inputs of the recurrence, each float32 ``[N, features]``, or ``[B, T, features]``

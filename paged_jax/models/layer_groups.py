@@ -162,9 +162,9 @@ class LayerKind(NamedTuple):
     intermediate_size: int
 
     def changes(self, config: Any) -> dict[str, Any]:
-        """Return the changes to `config` that make all layers layers of this kind.
+        """Return the changes to `config` after which all layers are of this kind.
 
-        The result maps names of fields to new values.
+        The result maps the names of config fields to their new values.
         """
         L, is_recurrent = config.num_hidden_layers, self.kind in RECURRENT_TYPES
         is_special = self.kv is None or is_recurrent or self.kind == CHUNKED
@@ -220,14 +220,14 @@ class LayerGroup(NamedTuple):
 
     @property
     def num_pool_layers(self) -> int:
-        """Size of the layer dimension of the group's pools; 1 if the group has no layer."""
+        """Size of the layer dimension of the group's pools; 1 if the group has no layers."""
         return max(len(self.layers), 1)
 
     @property
     def num_values(self) -> int:
         """Number of elements of K and V per token, summed over the layers of the group.
 
-        In groups without keys and values (`kv` is None), it is the number of layers.
+        If `kv` is None, return the number of layers, as if each layer had one element.
         """
         if self.kv is None:
             return len(self.layers)

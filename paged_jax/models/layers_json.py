@@ -72,7 +72,7 @@ _DENSE_KEYS: Mapping[str, tuple[str, ...]] = {
 _SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 # Keys under which a file may store the number of experts. transformers accepts all of them.
 _NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-# For each field with a value that is not a required integer, the function that reads it.
+# Functions that read certain fields, by field. All other fields are required integers.
 _READERS: Mapping[str, Callable[[Mapping[str, Any], str], Any]] = {
     "norm_topk_prob": read_boolean,
     "swiglu_alpha": read_number,
@@ -402,7 +402,7 @@ def read_experts(config: Mapping[str, Any], family: Family, num_layers: int) -> 
 
 
 def write_experts(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the entries about experts, for `read_experts` and transformers."""
+    """Return the entries of a ``config.json`` about experts, for `read_experts`."""
     if family.experts is None:
         return {}
     switch = family.experts_switch

@@ -296,13 +296,13 @@ _PER_LAYER = (
 )  # fmt: skip
 # Matrices of residual streams. They are never quantised, because their errors affect all layers.
 _OF_STREAMS = ("stream_proj", "stream_out_proj", "layers.laurel_left", "layers.laurel_right")
-# Matrices of a layer that are not quantised by the option `dtype`, because they are small.
+# Matrices of a layer that the option `dtype` does not quantise, because they are small.
 _SMALL = ("router", "shared_expert_gate")
 # Small matrices of recurrent layers. They are not quantised, because errors in the gates would
 # accumulate in the state.
 _SMALL_OF_MIXERS = ("mixer_gates_proj", "mixer_rank_proj", "mixer_decay_proj", "mixer_gate_proj")
 
-# Names of the formats that have another name than their code.
+# Formats with a name that differs from the code, by code.
 _NAMES = {"float8_e4m3fn": "fp8", "uint4": "int4"}
 _E2M1_NAMES = {32: "mxfp4", 16: "nvfp4"}  # by group size
 
@@ -365,7 +365,7 @@ class MatrixFormats:
 
     @classmethod
     def create(cls, formats: Mapping[str, WeightFormat]) -> "MatrixFormats":
-        """Return the formats of matrices, given the format of each matrix by name.
+        """Create an instance from the format of each matrix, by matrix name.
 
         The default is the most frequent format. Stacked and separate layers give equal results.
         """
@@ -455,7 +455,7 @@ def fits(format: WeightFormat, num_inputs: int) -> bool:
 
 
 def _num_inputs(config: LlamaConfig) -> dict[str, int]:
-    """Return the number of inputs of each matrix of a layer that may be quantised, by name."""
+    """Return the number of inputs of each quantisable matrix of a layer, by matrix name."""
     inputs = {
         "gate_up_proj": config.hidden_size,
         "down_proj": config.dense_intermediate_size,

@@ -53,7 +53,7 @@ class Mixer:
     # Fields that tensor parallelism divides by the number of devices. The first of them is K, see
     # `num_parts`.
     divided: ClassVar[tuple[str, ...]]
-    # Noun for the parts that devices divide, such as "channels", for error messages.
+    # Noun in error messages for the parts that are divided over devices, such as "channels".
     parts: ClassVar[str]
     # Names of `pieces` that are copied to all devices that share a group, see `widen`.
     shared_pieces: ClassVar[frozenset[str]] = frozenset()
@@ -86,7 +86,7 @@ class Mixer:
 
     @property
     def _pieces(self) -> Mapping[str, Pieces]:
-        """Pieces of each fused matrix, see `pieces`."""
+        """Like `pieces`, but without the entries for biases."""
         raise NotImplementedError
 
     @property
@@ -122,9 +122,9 @@ class Mixer:
             )
 
     def widen(self, num_devices: int) -> Self:
-        """Return sizes in which parts are repeated, so that each device has at least one.
+        """Return sizes with copies of parts, so that each device has at least one part.
 
-        If devices cannot share a part of this kind of layer, nothing is changed.
+        If this kind of layer does not support copies of its parts, return the same sizes.
         """
         del num_devices
         return self
@@ -346,9 +346,9 @@ class Mamba2(Mixer):
             )
 
     def widen(self, num_devices: int) -> Self:
-        """Return sizes in which groups are repeated, so that each device has at least one.
+        """Return sizes with copies of groups, so that each device has at least one group.
 
-        The devices that share a group divide its heads.
+        The heads of a group are divided over the devices with copies of this group.
         """
         copies = max(num_devices // self.num_groups, 1)
         return dataclasses.replace(self, num_groups=self.num_groups * copies, num_copies=copies)

@@ -45,8 +45,10 @@ _L2_EPS = 1e-6
 class Mixed(NamedTuple):
     """Result of `mix`: the recurrence of a layer, and the function to apply to its output.
 
-    Attributes: recurrence: the recurrence, to be passed to `attend`. finish: function that converts
-    the output of the recurrence to the input of ``mixer_out_proj``.
+    Attributes:
+      recurrence: the recurrence, to be passed to `attend`.
+      finish: function that converts the output of the recurrence to the input of
+        ``mixer_out_proj``.
     """
 
     recurrence: Recurrence
@@ -220,10 +222,10 @@ def _convolved(
 ) -> Recurrence:
     """Return a recurrence that applies a convolution to its first input, and then calls `run`.
 
-    The inputs have the shape ``[..., heads, n]``. `run` takes the first input after convolution and
-    SiLU, a tuple of the other inputs, the state, and the number of tokens of each row. It gets
-    inputs of the shape ``[B, T, heads * n]``, and returns the outputs ``[B, T, ...]`` and the new
-    state.
+    `inputs` are arrays ``[..., heads, n]``. `run` takes four arguments: the first input after the
+    convolution and its activation, a tuple of the other inputs, the state, and the number of tokens
+    of each row. Here, each input has the shape ``[B, T, heads * n]``. `run` returns the outputs
+    ``[B, T, ...]`` and the new state.
     """
 
     def advance(inputs: Arrays, states: States, num_tokens: jax.Array) -> tuple[jax.Array, States]:

@@ -209,7 +209,7 @@ class Entries:
         return value
 
     def size(self, *keys: str, default: int | None = None) -> int | None:
-        """Return a positive integer. -1 stands for None, and a missing entry for the default."""
+        """Return a positive integer, or None for -1. If the entry is missing, return `default`."""
         value = self.get(*keys)
         value = default if value is None else value
         if value is None or is_int(value) and value == -1:
@@ -255,9 +255,9 @@ def _read(entries: Entries, method: str | None, has_mxfp4: bool) -> Quantisation
     methods = {name: read for name, read in _METHODS.items() if has_mxfp4 or name != "mxfp4"}
     if not isinstance(method, str) or method not in methods:
         raise UnsupportedConfigError(
-            f"{entries.where}.quant_method {method!r} is not supported for this family, only "
-            f"{', '.join(methods)}. Use a version of the model that is quantised differently or "
-            "not at all."
+            f"{entries.where}.quant_method {method!r} is not supported for this family, which "
+            f"supports {', '.join(methods)}. Use a version of the model that is quantised "
+            "differently or not at all."
         )
     return methods[method](entries)
 
@@ -471,7 +471,7 @@ def _expression(entries: Entries, text: str, expression: str) -> Pattern:
 
 
 def _module_patterns(entries: Entries, names: Iterable[str]) -> tuple[Pattern, ...]:
-    """Convert names to patterns that match them between the dots of a module's name."""
+    """Return patterns that select modules by parts of names: "mlp" selects "layers.0.mlp.up"."""
     return tuple(
         _expression(
             entries, name, name[3:] if name.startswith("re:") else rf"(?:.*\.)?(?:{name})(?:\.|$)"

@@ -193,10 +193,10 @@ def quantise_on_host(w: np.ndarray, format: WeightFormat) -> WeightArrays:
     """
     size = format.group_size
     has_whole_groups = size is not None and size % PACKED_INPUTS == 0 and not format.has_order
-    # All chunks have the same shape, so that the function is compiled only once. Unused rows at the
-    # end of the last chunk are ignored. If the format allows it, each row of a chunk is one group,
-    # and the function is compiled only once per format. Otherwise, it is compiled once for each
-    # format and number of inputs.
+    # All chunks of a matrix have the same shape, so that they share one compiled function. Unused
+    # rows at the end of the last chunk are ignored. If the format allows it, each row of a chunk is
+    # one group. The shape then depends only on the format. Otherwise, it also depends on the number
+    # of inputs.
     width = size if size is not None and has_whole_groups else w.shape[-1]
     rows = w.reshape(-1, width)
     out = WeightArrays(**{name: np.empty(*x) for name, x in format.shapes(rows.shape).items()})
@@ -296,8 +296,8 @@ def _search_uint4(
 def _ranges(integers: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the offset and reciprocal scale of each candidate of the uint4 search.
 
-    A candidate cuts a pair of fractions in `_CUTS` off the range of a group, and maps the rest to
-    0 .. 15.
+    There is one candidate for each pair of fractions in `_CUTS`. The fractions are cut off the
+    lower and the upper end of a group's range. The rest of the range is mapped to 0 .. 15.
     """
     xp = integers.__array_namespace__()
     low, high = integers.min(-1), integers.max(-1)
@@ -321,9 +321,9 @@ def _power_of_two(exponents: Any) -> Any:
 
 
 def _reciprocal(integers: Any, bits: int) -> Any:
-    """Return ``1 / integers`` in float32.
+    """Return ``1 / integers`` as float32, rounded down to `bits` fractional bits.
 
-    An integer division makes the results of NumPy and JAX equal.
+    Integers are divided, so that NumPy and JAX give equal results.
     """
     return (2**bits // integers).astype(np.float32) * np.float32(2.0**-bits)
 

@@ -307,7 +307,7 @@ RECURRENT_FAMILIES: Mapping[str, Family] = {
         biases=BIASES,
         tensors=_OLMO_TENSORS,
         in_memory={"linear_attn.*_conv1d.": "linear_attn.conv1d."},
-        # Names of the norms of recurrent layers. transformers uses the second for all layers.
+        # Norms of recurrent layers have other names in some files than in transformers.
         renamed={
             "attention_layer_norm.": "input_layernorm.",
             "feedforward_layer_norm.": "post_attention_layernorm.",

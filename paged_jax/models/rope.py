@@ -240,7 +240,11 @@ class Rope:
 
     @property
     def paired_dim(self) -> int:
-        """Number of elements of a head that form pairs. Half of it is the distance in a pair."""
+        """Number of elements of a head that form pairs, including pairs that do not rotate.
+
+        If pairs are not interleaved in the checkpoint, the distance between the two elements of a
+        pair is half of this number.
+        """
         is_whole = self.scaling is not None and self.scaling.rope_type == "proportional"
         return self.head_dim if is_whole else self.rotary_dim
 
@@ -268,12 +272,11 @@ def _scale(frequencies: np.ndarray, scaling: RopeScaling, rope: Rope) -> np.ndar
 
 
 def _kept_by_llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Return the weight of each pair's original frequency in "llama3" scaling, 0 to 1.
+    """Return the weight w of each pair's original frequency in "llama3" scaling, 0 to 1.
 
-    The resulting frequency is the weighted mean of the original frequency and the scaled frequency,
-    which has the remaining weight. The result is 1 for pairs with at least
-    `high_freq_factor` turns in the original context, 0 for pairs with at most `low_freq_factor`
-    turns, and linear in the number of turns in between.
+    The frequency after scaling is ``w * original + (1 - w) * original / factor``. w is 1 for pairs
+    with at least `high_freq_factor` turns in the original context, and 0 for pairs with at most
+    `low_freq_factor` turns. In between, it is linear in the number of turns.
     """
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
@@ -283,12 +286,11 @@ def _kept_by_llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray
 
 
 def _kept_by_yarn(rope: Rope, scaling: RopeScaling) -> np.ndarray:
-    """Return the weight of each pair's original frequency in "yarn" scaling, 0 to 1.
+    """Return the weight w of each pair's original frequency in "yarn" scaling, 0 to 1.
 
-    The resulting frequency is the weighted mean of the original frequency and the scaled frequency,
-    which has the remaining weight. The result is 1 for pairs with at least
-    `beta_fast` turns in the original context, 0 for pairs with at most `beta_slow` turns, and
-    linear in the index of the pair in between.
+    The frequency after scaling is ``w * original + (1 - w) * original / factor``. w is 1 for pairs
+    with at least `beta_fast` turns in the original context, and 0 for pairs with at most
+    `beta_slow` turns. In between, it is linear in the index of the pair.
     """
 
     def find_pair(turns: float) -> float:

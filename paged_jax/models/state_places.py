@@ -67,12 +67,12 @@ class StatePlaces(NamedTuple):
     def of_rows(
         cls, cache: "PagedCache", rows: jax.Array, postpones: bool = False
     ) -> "StatePlaces | None":
-        """Return the entries that `paged_cache.reserve` or `paged_cache.plan` has chosen.
+        """Return the pool entries that `paged_cache.reserve` or `plan` has chosen for the rows.
 
         Args:
           cache: the cache after the call of that function.
           rows: slot of each row. Rows to skip have a slot that does not exist.
-          postpones: whether `advance` must not write states.
+          postpones: whether `advance` must not write states, see `postponed`.
 
         Returns:
           The entries; None if the cache has no states of recurrent layers.
@@ -151,7 +151,7 @@ class StatePlaces(NamedTuple):
         return out, (*carry[:group], pools, *carry[group + 1 :])
 
     def advance_postponed(self, carry: GroupPools, num_tokens: jax.Array) -> GroupPools:
-        """Apply the first `num_tokens` tokens of each row to the states of all postponed layers.
+        """Advance the states of all postponed layers by the first `num_tokens` tokens of each row.
 
         Returns:
           The new pools.

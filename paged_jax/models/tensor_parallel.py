@@ -81,8 +81,8 @@ _KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
 
 Convert = Callable[[jax.Array], jax.Array]
 
-# For each piece of a parameter, the number of its rows (None for all rows that are in no other
-# piece), and whether each copy of a head has all of these rows. Otherwise the copies divide them.
+# Pieces of a parameter. For each, the number of its rows (None for all rows that are in no other
+# piece), and whether every copy of a head has all of them. If not, the copies divide the rows.
 _Pieces = tuple[tuple[int | None, bool], ...]
 
 
@@ -292,8 +292,8 @@ class TensorParallel:
         if (mesh := self._mesh_of_copies(name)) is not None:
             return NamedSharding(mesh, _divide(rank, rank - _DIVIDED[kind], "heads"))
         if kind in _OF_VOCABULARY and self._num_padding and not name.endswith(ORDER):
-            # Without padding, the number of rows is not a multiple of the number of devices. So
-            # divide the last dimension instead.
+            # In this layout, the vocabulary is not padded, so its size is not a multiple of the
+            # number of devices. Divide the last dimension instead.
             if shape[-1] % self.num_devices:
                 return NamedSharding(self.mesh, PartitionSpec())
             return NamedSharding(self.mesh, _divide(rank, rank - 1, AXIS))
@@ -392,7 +392,7 @@ class TensorParallel:
     def _pieces(self, name: str) -> _Pieces:
         """Return the pieces of a parameter with copied heads, in the dimension after the heads.
 
-        Each copy of a KV head has the head's key and value rows, and a share of its query rows.
+        Each copy of a KV head has all of its key and value rows, and a share of its query rows.
         """
         kind = _kind(name)
         if kind in _OF_MIXER:
@@ -437,8 +437,9 @@ def _divide(rank: int, axis: int, name: str) -> PartitionSpec:
 def _widener(mesh: Mesh, axis: int, pieces: _Pieces) -> Convert:
     """Return a function that copies KV heads, or parts of recurrent layers, to several devices.
 
-    It converts ``[K, rows, ...]`` to ``[N, fewer rows, ...]``, see `TensorParallel._pieces`. No
-    communication is necessary, because each device already holds the whole head.
+    It converts ``[K, rows, ...]`` to ``[N, fewer rows, ...]``: each copy has a share of the rows,
+    see `TensorParallel._pieces`. No communication is necessary, because each device already holds
+    the whole head.
     """
 
     def widen(x: jax.Array) -> jax.Array:

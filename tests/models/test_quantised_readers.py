@@ -489,7 +489,7 @@ HOSTILE = {
         bitsandbytes, state(nested_blocksize=256), r"absmax must be U8 \[24\], got F32"
     ),
     "bitsandbytes: offset": (
-        bitsandbytes, state(nested_offset=float("inf")), "finite numbers"
+        bitsandbytes, state(nested_offset=float("inf")), "finite nested_offset"
     ),
     "bitsandbytes: a scale too few": (
         bitsandbytes,

@@ -48,7 +48,7 @@ class TensorSource:
     layer: int | None = None
 
     def take(self, arrays: Mapping[str, jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        """Return the tensor, given all arrays by name, in its Hugging Face shape."""
+        """Return the Hugging Face tensor, which has the given shape, from all arrays by name."""
         array = arrays[self.name]
         array = array if self.axes is None else array.transpose(self.axes)
         return (array if self.layer is None else array[self.layer]).reshape(shape)
@@ -147,9 +147,9 @@ def _join(boxes: list[tuple[TensorMapping, jax.Array]], axis: int = 0) -> jax.Ar
 def _sources_of(
     name: str, rules: NameMap, config: LlamaConfig
 ) -> Iterable[tuple[str, TensorSource]]:
-    """Return the name and the source of each Hugging Face tensor that an array holds.
+    """Return the Hugging Face tensors that the array `name` holds, with their sources.
 
-    An array holds one tensor, or one tensor for each layer.
+    The array holds a single tensor, or stacks one tensor per layer.
     """
     for pattern, target in rules.items():
         tensor, axes = (target, None) if isinstance(target, str) else target

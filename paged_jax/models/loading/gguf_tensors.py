@@ -86,7 +86,7 @@ _GEMMA = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-# Changes to `_LAYER` by `model_type`: the entries with other Hugging Face names.
+# Entries that replace entries of `_LAYER` with other Hugging Face names, by `model_type`.
 _OTHER: Mapping[str, Mapping[str, str]] = {
     "mixtral": {
         "ffn_gate_inp": "block_sparse_moe.gate",

@@ -19,7 +19,7 @@ def mixer_mappings(mixer: Mixer, hidden_size: int, names: Mapping[str, str]) -> 
     """
     mappings: dict[str, Mappings] = {}
     for name, shape in mixer.shapes(hidden_size).items():
-        rest = shape[1:] if len(shape) == 4 else ()  # files keep 4-D vectors, and flatten others
+        rest = shape[1:] if len(shape) == 4 else ()  # files flatten vectors that are not 4-D
         if name == "mixer_conv" or name.endswith("_proj"):
             rest = shape[-1:] if name.endswith("_proj") else shape[-2:]
         if name in names:

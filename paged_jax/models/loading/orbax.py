@@ -152,7 +152,7 @@ def _num_bytes(targets: Targets) -> int:
 def _counted(
     arrays: Iterable[tuple[str, jax.Array]], advance: Callable[[int], None]
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Yield the given names and arrays, and call `advance` with the bytes of each array."""
+    """Yield `arrays` unchanged, and call `advance` with the size of each array in bytes."""
     for name, array in arrays:
         advance(array.nbytes)
         yield name, array

@@ -142,7 +142,7 @@ def read_formats(
 ) -> MatrixFormats | None:
     """Return the formats that the matrices of a model will have when it is loaded.
 
-    Only the headers of the files are read and, for matrices with reordered inputs, the orders.
+    The function reads only the headers of the files, and the order of inputs that are reordered.
 
     `config` is the result of `read_config`. `num_devices` is the number of devices over which the
     model will be divided. For the other arguments, see `Llama.from_pretrained`.
@@ -226,15 +226,15 @@ def _is_scanning_faster(config: LlamaConfig, sharding: Sharding) -> bool:
     """Return whether a model is faster with stacked than with separate layers.
 
     On CPUs and GPUs, XLA copies each layer's weights out of the stack, so separate layers are
-    faster. An exception are CPUs with the kernels of this library, which read weights in the stack.
+    faster. CPUs with this library's kernels are an exception, because these kernels read weights
+    directly from the stack.
     """
     device = _device(config, sharding)
     if device.platform == "tpu":
-        # A kernel multiplies by the weights of experts. XLA would copy them out of the stack as
-        # inputs of this kernel. On TPU 7x, XLA would change the layout of all stacked weights in
-        # each step.
+        # The weights of experts are inputs of a kernel, so XLA would copy them out of the stack. On
+        # TPU 7x, XLA would change the layout of all stacked weights in each step.
         return not config.num_experts and "7x" not in device.device_kind
-    # The CPU kernels read weights in the stack, but not in programs that run on several devices.
+    # The CPU kernels read weights from the stack, but not in programs that run on several devices.
     return sharding is None and reads_stacked_weights(device.platform)
 
 

@@ -1,13 +1,13 @@
 """Readers of matrices of 8-bit and 4-bit floats: fp8, NVFP4, MXFP4, nf4 and fp4.
 
-format                       bytes                       first value   a scale for
-fp8                          [out, in]                   -             a row, a block, all
-nvfp4 of compressed-tensors  [out, in / 2]               low bits      16 inputs
-nvfp4 of ModelOpt            [out, in / 2]               low bits      16 inputs
-mxfp4 of compressed-tensors  [out, in / 2]               low bits      32 inputs
-mxfp4 of MLX                 words of 8 values           low bits      32 inputs
-mxfp4 of gpt-oss             [..., out, in / 32, 16]     low bits      32 inputs
-bitsandbytes                 [out * in / 2, 1]           high bits     64 elements of the matrix
+format                       bytes                       first value in  one scale per
+fp8                          [out, in]                   -               row, block or matrix
+nvfp4 of compressed-tensors  [out, in / 2]               low bits        16 inputs
+nvfp4 of ModelOpt            [out, in / 2]               low bits        16 inputs
+mxfp4 of compressed-tensors  [out, in / 2]               low bits        32 inputs
+mxfp4 of MLX                 words of 8 values           low bits        32 inputs
+mxfp4 of gpt-oss             [..., out, in / 32, 16]     low bits        32 inputs
+bitsandbytes                 [out * in / 2, 1]           high bits       `blocksize` elements
 """
 
 import dataclasses
@@ -335,9 +335,9 @@ def _read_state(name: str, parts: Mapping[str, StoredTensor]) -> dict[str, Any]:
     sizes = [*shape, block, nested] if isinstance(shape, list) and len(shape) == 2 else [0]
     if not all(is_int(each) and 0 < each < 1 << 31 for each in sizes) or not is_real(offset):
         raise WeightsError(
-            f"load_weights: {stored.name} must have a shape of two sizes, a blocksize and finite "
-            f"numbers, got shape {shape}, blocksize {block}, nested_blocksize {nested} and "
-            f"nested_offset {offset}."
+            f"load_weights: {stored.name} must have a shape [out, in], positive block sizes and a "
+            f"finite nested_offset, got shape {shape}, blocksize {block}, nested_blocksize "
+            f"{nested} and nested_offset {offset}."
         )
     return state
 

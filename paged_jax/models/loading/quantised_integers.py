@@ -109,7 +109,7 @@ class IntegerMatrix(ModuleMatrix):
 
     @classmethod
     def code_of(cls, scheme: Scheme) -> str:
-        """Return the code of the stored values, see `WeightFormat`."""
+        """Return the code of the stored values for this scheme, see `WeightFormat.code`."""
         return "int4" if scheme.bits == 4 else "int8"
 
     @property
@@ -360,7 +360,7 @@ class MlxMatrix(IntegerMatrix):
 
     @classmethod
     def code_of(cls, scheme: Scheme) -> str:
-        """Return the code of the stored values, see `WeightFormat`."""
+        """Return the code of the stored values for this scheme, see `WeightFormat.code`."""
         return "uint4" if scheme.bits == 4 else "int8"
 
     @property

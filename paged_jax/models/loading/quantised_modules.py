@@ -56,7 +56,8 @@ class GroupLayout(NamedTuple):
 
     Attributes:
       stored: for each input, the index of its group in the file.
-      order: for each column in `WeightArrays`, the index of the input; None for no reordering.
+      order: for each column in `WeightArrays`, the index of its input in the file; None if the
+        columns are in the order of the inputs.
       group_size: number of inputs per group in `WeightArrays`.
       groups: for each group in `WeightArrays`, the index of the group in the file.
     """
@@ -125,9 +126,9 @@ class ModuleMatrix(QuantisedTensor):
     parts: Mapping[str, StoredTensor]
     scheme: Scheme
 
-    # A subclass lists the name endings of the tensors that a module must have (`required`) and may
-    # have (`optional`). The first required tensor holds the values, and `scales` is the ending of
-    # the scales. The name of the matrix is the name of the module plus `result`.
+    # Endings of tensor names: of tensors that a module must have (`required`), of tensors that it
+    # may have (`optional`), and of the scales (`scales`). The first required tensor holds the
+    # values. The name of the matrix is the name of the module followed by `result`.
     required: ClassVar[tuple[str, ...]]
     optional: ClassVar[tuple[str, ...]] = ()
     scales: ClassVar[str] = ".weight_scale"
@@ -168,7 +169,7 @@ class ModuleMatrix(QuantisedTensor):
 
     @classmethod
     def code_of(cls, scheme: Scheme) -> str:
-        """Return the code of the values in matrices with this scheme, see `WeightFormat`."""
+        """Return the code of the stored values for this scheme, see `WeightFormat.code`."""
         return cls.code
 
     def _find_shape(self) -> tuple[int, ...]:
@@ -367,9 +368,9 @@ def low_nibbles_first(packed: np.ndarray) -> np.ndarray:
 
 
 def pack_pairs(pairs: np.ndarray) -> np.ndarray:
-    """Convert bytes with pairs of neighbouring 4-bit values to the order of `pack`.
+    """Repack bytes that each hold two neighbouring 4-bit values, to the order of `pack`.
 
-    See `weight_formats.pack`, which puts the values i and i + 16 into one byte.
+    `weight_formats.pack` puts the values i and i + 16 into one byte.
 
     Example:
       >>> pack_pairs(np.array([0x10, *range(1, 16)], np.uint8))[:3].tolist()

@@ -306,7 +306,7 @@ def _explain_missing(folder: Path) -> str:
 
 
 def is_quantised_name(name: str) -> bool:
-    """Return whether only quantised modules have tensors with such a name."""
+    """Return whether a tensor of this name always belongs to a quantised module."""
     found = _END.search(name)
     return found is not None and found[0] != _WEIGHT
 

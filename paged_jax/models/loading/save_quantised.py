@@ -357,7 +357,7 @@ class QuantisedWriter:
 def expert_rows(array: np.ndarray, mappings: list[TensorMapping]) -> np.ndarray:
     """Return the rows of one Hugging Face tensor of all experts, ``[X, out, columns]``.
 
-    The arguments are as in `rows_of`, except that there is one mapping, which has `axes`.
+    The arguments are as in `rows_of`, but `mappings` contains one mapping, which has `axes`.
     """
     (mapping,) = mappings
     assert mapping.axes is not None

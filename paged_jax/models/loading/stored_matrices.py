@@ -199,7 +199,7 @@ def _read_rows(
 def _read_transposed_rows(
     tensor: StoredTensor, mapping: TensorMapping, part: Index
 ) -> Iterator[tuple[Any, WeightArrays]]:
-    """Read a part like `_read_rows`, one expert at a time, for a mapping with `axes`.
+    """Do the same as `_read_rows` for a mapping with `axes`, one expert at a time.
 
     The arrays of the tensor are ``[X, out, ...]``, even if its shape is ``[X, in, out]``.
     """
@@ -257,7 +257,7 @@ def _read_tensor(
 def _read_transposed(
     tensor: StoredTensor, mapping: TensorMapping, part: Index, out: np.ndarray
 ) -> None:
-    """Read a part like `_read_tensor`, one expert at a time, for a mapping with `axes`."""
+    """Do the same as `_read_tensor` for a mapping with `axes`, one expert at a time."""
     assert mapping.axes is not None and mapping.axes[0] == 0
     lead = len(mapping.box_shape) - len(mapping.axes)
     one = dataclasses.replace(

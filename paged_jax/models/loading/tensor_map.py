@@ -119,8 +119,8 @@ def map_to_available(
 ) -> list[TensorMapping]:
     """Return the mappings of a parameter to the tensors that exist.
 
-    The function tries each `ExpertLayout`. If no layout has only tensors in `tensors`, it returns
-    the mappings of the layout "family".
+    The function tries each `ExpertLayout`, and returns the first mappings for which `tensors`
+    contains all tensors. By default, it returns the mappings of the layout "family".
     """
     family: list[TensorMapping] = []
     for layout in get_args(ExpertLayout):
@@ -245,7 +245,8 @@ def _norm_mappings(
     D, H, K = config.head_dim, config.num_attention_heads, config.num_key_value_heads
     q_norm, k_norm = names["q_norm"], names["k_norm"]
     if config.qk_norm_scope == "own":
-        # The file has a row for each head. `normed_heads` reorders its elements.
+        # The weight in the file has a row for each head. The rows are loaded unchanged, because
+        # `normed_heads` reorders the elements of each row.
         return {
             "q_norm": (map_tensor(q_norm, (H, D), (K, H // K, D)),),
             "k_norm": (map_tensor(k_norm, (K, D)),),
@@ -425,7 +426,11 @@ def _all_experts(
 def _each_expert(
     num_experts: int, tensors: str | tuple[str, ...], shape: tuple[int, ...]
 ) -> Mappings:
-    """Return the mappings of a parameter of all experts to a tensor or tensors per expert."""
+    """Return the mappings of a parameter that is stored as separate tensors for each expert.
+
+    `tensors` is the name of an expert's tensor, or the names of several tensors to stack. A ``*``
+    in a name stands for the index of the expert. `shape` is the shape of each tensor.
+    """
     parts, lead = ((tensors,), (1,)) if isinstance(tensors, str) else (tensors, (1, 1))
     return tuple(
         map_tensor(

@@ -86,11 +86,12 @@ class GenerationConfig:
         return cls() if not path.is_file() else _Reader(path).read()
 
     def fill_in(self, given: Mapping[str, Any], otherwise: Mapping[str, Any]) -> dict[str, Any]:
-        """Complete fields of `SamplingParams` by the recommended values.
+        """Add the recommended values to the fields of `SamplingParams` that the caller has set.
 
         Args:
           given: fields that the caller has set. They override the recommended values.
-          otherwise: default values. They are used only if the file does not say how to sample.
+          otherwise: default values. They are used only if the file recommends none of the
+            `DRAWING_OPTIONS`.
         """
         fields = {**self.sampling_defaults, **given}
         if not DRAWING_OPTIONS & self.sampling_defaults.keys():

@@ -309,8 +309,8 @@ def _o200k(digits: str, suffixes: str) -> str:
     """Return the regular expression of GPT-4o's tokenizer, which also splits before capitals.
 
     Args:
-      digits: regular expression for words of digits.
-      suffixes: regular expression for suffixes such as "'s".
+      digits: regular expression for words that consist of digits.
+      suffixes: regular expression for suffixes of words, such as "'s".
     """
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     lead = r"[^\r\n\p{L}\p{N}]?"

@@ -41,8 +41,8 @@ _NUM_KEPT, _NUM_LONG, _LONG = 64, 8, 4096
 # overflows.
 _MAX_CHARS = 2**17
 _STACK_PER_CHAR, _LEAST_STACK = 2048, 2**24
-# Limit on llguidance's work to build a lexer, in its unit "fuel". It is a twentieth of llguidance's
-# default, with which a constraint of 10,000 optional letters in a row takes 200 MB.
+# Limit on llguidance's work to build a lexer, in its unit "fuel". With llguidance's default, which
+# is 20 times larger, a constraint of 10,000 optional letters in a row takes 200 MB.
 _LEXER_FUEL = 50_000
 _PLAIN = SamplingParams()
 _STACK_LOCK = threading.Lock()
@@ -76,12 +76,12 @@ class GrammarCompiler:
     def compile(self, constraint: StructuredOutputsParams) -> "Grammar":
         """Return the grammar of a constraint from the cache, or compile it.
 
+        Compiling takes milliseconds, or seconds for a large schema. The first call also reads the
+        vocabulary.
+
         Raises:
           ArgumentError: llguidance rejects the constraint, or the constraint is too large; or the
             model has no tokenizer or no end token, or llguidance is not installed.
-
-        Compiling takes milliseconds, or seconds for a large schema. The first call also reads the
-          vocabulary.
         """
         grammar = self._alive.get(constraint)
         if grammar is None:
@@ -215,11 +215,10 @@ class Grammar:
 class GrammarCursor:
     """Position of a sequence of tokens in a grammar. Not thread-safe.
 
-    If the grammar allows only one text to come next, the tokens of this text are forced: the model
-    does not choose them. llguidance chooses the tokens whose text is the forced text. They depend
-    only on the tokens before them. A tokenizer that changes texts, for example by removing spaces,
-    may not be able to represent the forced text. In this case, the model chooses all of the
-    following tokens.
+    If the grammar allows only one text to come next, this text is forced: its tokens are chosen by
+    llguidance instead of the model. This choice depends only on the preceding tokens. A tokenizer
+    that changes texts, for example by removing spaces, may not be able to represent the forced
+    text. In this case, the model chooses all following tokens.
 
     Args:
       grammar: the grammar.
@@ -244,7 +243,7 @@ class GrammarCursor:
         self.forced: list[int] = []
         self.failure: str | None = None
         self.is_over = False
-        self._num_followed: int | None = None  # None before the first `follow`
+        self._num_followed: int | None = None  # None before the first call of `follow`
         self._consumed: list[int] = []  # tokens consumed by the matcher
         self._is_forced = True
         self._matcher = self._grammar.start()
@@ -269,7 +268,7 @@ class GrammarCursor:
         if self.forced:
             expected = self.forced.pop(0)
             assert token_id == expected, "the token must be the forced token"
-        elif not self.is_over:  # the matcher has consumed forced tokens already
+        elif not self.is_over:  # `_find_forced` has advanced the matcher over forced tokens
             self._matcher.consume_token(token_id)
             self._consumed.append(token_id)
             self._find_forced()

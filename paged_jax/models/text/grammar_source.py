@@ -18,8 +18,8 @@ MANY_LABELS = 1000
 _LABELS = re.compile(r'"(enum|anyOf|oneOf)"\s*:\s*(?=\[)')
 # Keys that a label in a union may have, as in {"const": "a", "title": "The first"}.
 _LABEL_KEYS = {"const", "type", "title", "description"}
-# Limit on the work for unions without labels, whose alternatives must all be parsed: the number of
-# characters that are parsed for alternatives, as a multiple of the length of the text.
+# Limit on the work that is wasted on unions without labels: the number of characters parsed in such
+# unions, as a multiple of the length of the text.
 _MAX_WASTE = 8
 # Characters that JSON escapes.
 _ESCAPED = re.compile(r'["\\\x00-\x1f\x7f]')
@@ -91,7 +91,7 @@ def unforced_source(source: str) -> str:
     """Return a grammar source with which llguidance does not force tokens.
 
     By default, if only one text can come next, llguidance's masks allow only the token that the
-    tokenizer would choose. With this source, they allow every token with which the text can begin.
+    tokenizer would choose. With this source, they allow every token that is a prefix of this text.
     """
     text = source
     if source.startswith('{"grammars"'):
@@ -147,7 +147,8 @@ def split_labels(constraint: StructuredOutputsParams, text: str) -> tuple[Sequen
 def label_fuel(labels: Sequence[Any]) -> int:
     """Return the additional fuel that a constraint gets because of its labels.
 
-    According to measurements, a label needs a fuel of 13, plus 75 for each escaped character.
+    In measurements, a label needed a fuel of 13, plus 75 for each escaped character. The result is
+    slightly larger. It is 0 for at most `MANY_LABELS` labels.
     """
     if len(labels) <= MANY_LABELS:
         return 0

@@ -113,7 +113,7 @@ def _closed(schema: Any) -> Any:
     return new
 
 
-# Keys of the objects that `merged` can join. They may also have annotations and definitions.
+# `merged` can join objects that have only these keys, annotations and definitions.
 _OBJECT_KEYS = {"type", "properties", "required", "additionalProperties"}
 DEFINITIONS = ("$defs", "definitions")
 """Keys of a schema with definitions that its other parts may refer to."""

@@ -147,7 +147,7 @@ class AnswerReader:
 
     Args:
       reasoning: format of the reasoning; None if the model writes no reasoning.
-      start: place where the text begins, see `Start`.
+      start: whether the text begins inside or after the reasoning, see `Start`.
       format: format of the tool calls; None if the request has no tools.
       tools: functions in the request that may be called.
 

@@ -142,7 +142,7 @@ def set_post_processor(
     places = (at for at in range(len(whole)) if text and whole[at : at + len(text)] == text)
     at = next(places, len(whole))
     before, after = whole[:at], whole[at + len(text) :]
-    # Keep all other special tokens that are added, such as the prefix of GLM.
+    # Change only BOS and EOS. Keep other tokens that the tokenizer adds, such as GLM's prefix.
     if _must_add(backend, bos, before, config.get("add_bos_token")):
         before = [bos, *before]
     elif config.get("add_bos_token") is False:

@@ -35,7 +35,7 @@ from paged_jax.models.text.tool_formats import ToolFormat, ToolSupport, find_sup
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Maximum number of bytes at the end of a text that may be an incomplete UTF-8 character.
 _MAX_OPEN_BYTES = 3
-# Maximum number of tokens with text that is held back until it is final. Real texts need fewer.
+# Maximum number of tokens to hold back until their text is final. Real texts need fewer.
 _MAX_PENDING = 16
 # Names of the tokens for single bytes in tokenizers with byte fallback.
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
@@ -373,7 +373,7 @@ class Tokenizer:
     def _find_anchor(self) -> tuple[int, int]:
         """Find the anchor token of `_decode`; return its id and the length of its text."""
         letters = map(self.backend.token_to_id, string.ascii_letters)
-        # Use a word: a byte token would combine with the next bytes, and a space may be dropped.
+        # The anchor must be a word: the decoder combines byte tokens, and may drop spaces.
         for token_id in itertools.chain(letters, range(self.vocab_size)):
             if token_id is not None and (text := self.backend.decode([token_id])).isalnum():
                 return token_id, len(text)
@@ -463,8 +463,8 @@ class Detokenizer:
                 return self._hand_out(head + tail, count)
         if count <= _MAX_OPEN_BYTES:
             return ""
-        # A split of the tokens does not divide a character if the texts of both parts give `text`.
-        # The text before such a split is final.
+        # If decoding the two parts of a split separately also gives `text`, the split is not inside
+        # a character. The text before such a split is final.
         places = (at for at, parts in enumerate(splits, 1) if "".join(parts) == text)
         at = next(places, count - _MAX_OPEN_BYTES if count >= _MAX_PENDING else 0)
         return self._hand_out(splits[at - 1][0], at) if at else ""

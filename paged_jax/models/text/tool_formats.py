@@ -195,7 +195,7 @@ def _calling(count: int, call_id: str = _PROBE_ID) -> dict[str, Any]:
 
 
 class _Call(NamedTuple):
-    """Text of a rendered message with one call, split at the name and around the arguments."""
+    """Rendered message with one tool call, split around the function name and the arguments."""
 
     before: str
     after_name: str
@@ -219,8 +219,8 @@ def _find_format(text: str, called: str, twice: str | None) -> ToolFormat | None
         return None
     after = one.after.removesuffix(tail)
     if after == one.after and tail.strip():
-        # The message with the call does not end like other messages of the template. Its end may
-        # still be a special token.
+        # The message with the tool call does not end with `tail`, the text after other messages.
+        # It may end with a special token instead.
         after = re.sub(r"\s*<[^<>]+>\s*$", "", one.after)
         end = one.after[len(after) :]
         if not _END.fullmatch(end):
@@ -232,7 +232,10 @@ def _find_format(text: str, called: str, twice: str | None) -> ToolFormat | None
 
 
 def _divide(written: str, name: str) -> _Call | None:
-    """Split a text at the name of the called function, and around its arguments."""
+    """Split a message with a tool call, see `_Call`; None if the call is not found.
+
+    `name` is the name of the called function.
+    """
     before, found, rest = written.partition(name)
     if not found:
         return None
@@ -269,8 +272,9 @@ def _with_arguments(call: _Call) -> ToolFormat | None:
     """
     if found := _JSON.fullmatch(call.arguments):
         return ToolFormat("", call.after_name, call.after, separators=(found[2], found[1]))
-    # The expected text: after_name + before_key | key | after_key | value | after_value +
-    # before_key | key | after_key
+    # Expected text of two arguments, with bars between its parts:
+    # after_name + before_key | key | after_key | value | after_value +
+    # before_key | key | after_key | value
     pairs = re.fullmatch(
         rf"{_KEYS[0]}(?P<after_key>.*?){_VALUE}(?P<between>.*?){_KEYS[1]}(.*?){_NUMBER}",
         call.arguments,
@@ -297,14 +301,16 @@ def _with_arguments(call: _Call) -> ToolFormat | None:
 
 
 def _with_affixes(format: ToolFormat, gap: str | None, before: str) -> ToolFormat | None:
-    """Complete a format by the texts before and between calls, and around all calls.
+    """Set the texts before, between and after tool calls in a format.
 
     The result is None if calls in this format cannot be recognised.
 
     Args:
-      format: format of the arguments; its `after_arguments` is all text after them.
-      gap: text between the arguments of a call and the name of the next; None if unknown.
-      before: all text in the message before the name of the first call.
+      format: format of the arguments. Its `after_arguments` is all text in the message after the
+        arguments.
+      gap: text between the arguments of a call and the function name of the next call; None if
+        unknown.
+      before: all text in the message before the function name of the first call.
     """
     before = before.lstrip()
     if gap is None:
@@ -327,7 +333,7 @@ def _with_affixes(format: ToolFormat, gap: str | None, before: str) -> ToolForma
     if not found.mark and not (found.opening + found.before_name).startswith(("{", "[")):
         return None
     if not found.mark and found.kind == "json" and not found.opening:
-        found = replace(found, between=None)  # later calls would not be recognised
+        found = replace(found, between=None)  # a second call would not be recognised
     return found
 
 
@@ -344,7 +350,7 @@ def _with_ids(format: ToolFormat) -> ToolFormat:
 
 
 def _common_prefix(first: str, second: str) -> str:
-    """Return the longest common prefix of two texts, without a part of a tag at its end."""
+    """Return the longest common prefix of two texts. Drop an incomplete tag at its end."""
     size = next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
         min(len(first), len(second)),
@@ -355,7 +361,7 @@ def _common_prefix(first: str, second: str) -> str:
 
 
 def _common_suffix(first: str, second: str) -> str:
-    """Return the longest common suffix of two texts, without a part of a tag at its start."""
+    """Return the longest common suffix of two texts. Drop an incomplete tag at its start."""
     size = 0
     while size < min(len(first), len(second)) and first[-1 - size] == second[-1 - size]:
         size += 1

@@ -244,7 +244,7 @@ def _escaped(text: str) -> str:
 
 
 def _arguments(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Convert `parameters` of a function to a schema of its arguments, which are an object."""
+    """Convert the `parameters` of a function to the schema of an object with its arguments."""
     if parameters is None:
         return {"type": "object", "properties": {}}
     schema = without_annotations(parameters)
@@ -310,11 +310,11 @@ class ToolGrammars:
         asked: StructuredOutputsParams,
         tools: Sequence[Tool],
     ) -> StructuredOutputsParams:
-        """Return a constraint that can be compiled.
+        """Return `asked`, or a weaker constraint if `asked` cannot be compiled.
 
-        `asked` is the constraint that enforces all schemas. If it cannot be compiled, simplify or
-        drop as few schemas as possible. ``write(tools)`` returns the constraint for the tools with
-        the remaining schemas.
+        `asked` enforces all schemas. For the weaker constraint, as few schemas as possible are
+        simplified or dropped. ``write(tools)`` returns the constraint that enforces the schemas in
+        `tools`.
         """
         if _failure(self._grammars.compile, asked) is None:
             return asked

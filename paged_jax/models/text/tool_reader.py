@@ -58,7 +58,7 @@ class ToolReader:
         self._skips_space = False  # white space between calls is ignored
         self._name = ""
         self._num_pairs = 0
-        self._is_in_text = False  # whether in a string in tags, which is returned in pieces
+        self._is_in_text = False  # whether inside a string argument in tags, returned in pieces
         self._json = _json_scanner()
         mark = format.mark
         self._start = mark or (format.opening + format.before_name)[:1]
@@ -67,7 +67,7 @@ class ToolReader:
         following = _pattern((format.between or "") + format.before_name)
         self._next = re.compile(rf"\s*{following}{_NAME}{_pattern(format.after_name)}")
         self._head = self._first
-        self._opened = ""  # text from the beginning of the current call on
+        self._opened = ""  # beginning of a tool call that is no longer in `_buffer`
         self._end = re.compile(rf"\s*{_pattern(format.after_arguments)}")
 
     def push(self, text: str, *, is_last: bool = False) -> list[AnswerDelta]:
@@ -313,7 +313,7 @@ def overlap(text: str, marker: str) -> int:
 
 
 def _pattern(text: str) -> str:
-    """Return a regular expression that matches a text of a format, with any white space."""
+    """Return a regular expression for a text of a format. White space may vary."""
     parts = []
     for part in re.split(rf"(\s+|{ID}|{NUMBER})", text):
         if part in _HOLES:
