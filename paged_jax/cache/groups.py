@@ -43,9 +43,9 @@ class CacheGroup:
     """The pools and block tables of a group of attention layers that keep the same tokens.
 
     Attributes:
-      pools: `Pools` with K and V ``[L, P, K, C, D]``. Quantised pools (int8 or float8_e4m3fn) also
-        have scales, f32 ``[L, P, K, C]``, one factor per token and head. V is None in groups with
-        latent attention.
+      pools: `Pools` with K ``[L, P, K, C, D]`` and V ``[L, P, K, C, U]``. Quantised pools (int8 or
+        float8_e4m3fn) also have scales, f32 ``[L, P, K, C]``, one factor per token and head. V is
+        None in groups with latent attention.
       tables: the `BlockTables`: lengths, block tables and free blocks.
     """
 
@@ -90,7 +90,7 @@ class CacheGroup:
           num_slots: S, maximum number of sequences in the cache at the same time.
           max_blocks_per_slot: M, maximum number of blocks of a sequence.
           dtype: dtype of K and V. int8 and float8_e4m3fn quantise them with one float32 scale per
-            token and head, which costs ``4 / D`` bytes per value.
+            token and head, which costs ``4 / D`` bytes per element.
           window: sliding window of the layers, in tokens. Slots free the blocks that no later token
             attends to, see `BlockTables`. None keeps all tokens.
 

@@ -192,7 +192,7 @@ class PagedCache:
 
     @property
     def block_tables(self) -> jax.Array:
-        """Block ids of each slot in the first group, i32[S, M], padded with P."""
+        """Block ids of each slot in the first group, i32[S, M], padded with P (no block)."""
         return self.tables.block_tables
 
     @property
@@ -252,22 +252,22 @@ class PagedCache:
 
     @property
     def k(self) -> jax.Array:
-        """Keys of the only group, ``[L, P, K, C, D]``."""
+        """Pool of K of the only group, ``[L, P, K, C, D]``."""
         return self.pools.k
 
     @property
     def v(self) -> jax.Array | None:
-        """Values of the only group, ``[L, P, K, C, D]``; None with latent attention."""
+        """Pool of V of the only group, ``[L, P, K, C, U]``; None with latent attention."""
         return self.pools.v
 
     @property
     def k_scale(self) -> jax.Array | None:
-        """Scales of the keys, f32 ``[L, P, K, C]``; None unless the pools are quantised."""
+        """Scales of K, f32 ``[L, P, K, C]``; None unless the pools are quantised."""
         return self.pools.k_scale
 
     @property
     def v_scale(self) -> jax.Array | None:
-        """Scales of the values, f32 ``[L, P, K, C]``; None unless the pools are quantised."""
+        """Scales of V, f32 ``[L, P, K, C]``; None unless the pools are quantised."""
         return self.pools.v_scale
 
     @property
@@ -368,7 +368,7 @@ def _slide(group: CacheGroup, limits: jax.Array) -> CacheGroup:
 def _finish(
     cache: PagedCache, begun: Sequence[Reservation], num_tokens: jax.Array, backend: str | None
 ) -> tuple[PagedCache, jax.Array]:
-    """Apply the reservations of all groups and make their block copies, if all are possible."""
+    """Apply the reservations of all groups and copy their blocks, if all are possible."""
     ok = functools.reduce(lambda a, b: a & b, [each.is_possible for each in begun])
     groups: list[CacheGroup] = []
     for group, reservation in zip(cache.groups, begun, strict=True):
@@ -379,7 +379,7 @@ def _finish(
 
 
 def _copy(group: CacheGroup, copies: BlockCopies, backend: str | None) -> CacheGroup:
-    """Make the block copies `copies` in all layers of a group."""
+    """Copy the contents of the blocks in `copies`, in all layers of a group."""
     pools = group.pools
     pools = copy_blocks(
         pools.k, pools.v, copies.source, copies.target,
@@ -457,10 +457,11 @@ def attach_prefix(
     token_ids: jax.Array,
     num_blocks: ArrayLike,
 ) -> tuple[PagedCache, jax.Array, jax.Array]:
-    """Attach a cached prefix like `attach`, and also return `num_possible`.
+    """Attach a cached prefix like `attach`, and also return how long it could have been.
 
     Returns:
-      ``(cache, num_found, num_possible)``, see `prefix.attach_groups`.
+      ``(cache, num_found, num_possible)``. `num_possible` is i32[], the number of blocks that would
+      have been attached if recurrent layers had a snapshot at the end of every block.
     """
     before = tuple(group.tables for group in cache.groups)
     states = None if cache.states is None else cache.states.tables

@@ -370,7 +370,7 @@ class _Search(BeamChoice):
 
 
 class _SearchBatch:
-    """Runs the searches of several prompts in the slots of an engine without requests."""
+    """Runs the searches of several prompts in the slots of an engine that has no requests."""
 
     def __init__(self, core: EngineCore, params: BeamSearchParams, *, num_end_ids: int):
         self._core = core

@@ -378,7 +378,7 @@ class Engine:
         """End a `sleep` with an empty cache; no program is compiled again.
 
         Args:
-          tags: ``"weights"``, ``"kv_cache"`` or both (default). The engine wakes when it has both.
+          tags: ``"weights"``, ``"kv_cache"`` or both (default). The engine needs both to wake up.
 
         Raises:
           ValueError: a tag is neither ``"weights"`` nor ``"kv_cache"``.

@@ -79,12 +79,12 @@ from paged_jax.runner.sizes import Sizes
 from paged_jax.sampling.filters import Constraints
 from paged_jax.sampling.state import SlotSampling
 
-# Assumed bytes of the tiles of K and V that attention reads from the pool, the 4 MiB in the
-# docstring of the module.
+# Assumed bytes of the tiles of K and V that attention reads from the pool. They are the 4 MiB in
+# the formula of `activations` in the docstring of the module.
 _TILE_BYTES = 4 << 20
-# Number of arrays of the residual stream (R in the docstring of the module) on GPUs and TPUs. With
-# jax 0.12.0, an H200 needed 3.3 such arrays in addition to the largest array of a layer, and a TPU
-# needed none.
+# Assumed number of residual-stream arrays in memory on GPUs and TPUs, R in the docstring of the
+# module. With jax 0.12.0, an H200 needed 3.3 such arrays in addition to the largest array of a
+# layer, and a TPU needed none.
 _RESIDUALS = 4
 # Temporary bytes per logit in a step that samples tokens. With jax 0.10.2, such a step needed 8.7
 # arrays with 4 bytes per logit, that is, 35 bytes per logit.
@@ -152,9 +152,9 @@ class Footprint(NamedTuple):
 
     @property
     def block_overhead(self) -> int:
-        """Bytes per block, summed over all groups, that the attribute `block` does not include.
+        """Bytes per block that the attribute `block` does not include, summed over all groups.
 
-        They are described at `overhead` in the docstring of the module.
+        See `overhead` in the docstring of the module.
         """
         return sum(group.overhead for group in self.groups)
 
@@ -421,7 +421,7 @@ def state_bytes(vocab_size: int, sizes: Sizes, windows: Sequence[int | None] = (
     Args:
       vocab_size: V, number of tokens in the vocabulary.
       sizes: sizes of the engine's programs.
-      windows: the sliding window of each group of layers, because each group has its own tables.
+      windows: the sliding window of each group of layers; each group has its own block tables.
     """
     slot = jax.eval_shape(
         lambda: (

@@ -181,7 +181,7 @@ class MemoryPlan:
         return (self.memory - others) // taken
 
     def num_running(self, length: int) -> int:
-        """Return the number of sequences of `length` tokens that run at the same time.
+        """Return the number of sequences of `length` tokens that can run at the same time.
 
         It is limited by the pools of the engine and by its number of slots.
         """
@@ -352,7 +352,7 @@ def collectives(plan: MemoryPlan, batch: int) -> Collectives:
 
 
 def _layer_sums(layer: LlamaConfig, num_devices: int) -> list[int]:
-    """Return the number of values per token in each all-reduce of a layer.
+    """List the all-reduces of a layer: the number of values per token in each.
 
     `layer` is the config of this layer, from `LlamaConfig.layer_configs`.
     """
@@ -378,7 +378,7 @@ def _layer_sums(layer: LlamaConfig, num_devices: int) -> list[int]:
 
 
 def _embedding_sums(config: LlamaConfig) -> list[int]:
-    """Return the number of values per token in each all-reduce of the embeddings."""
+    """List the all-reduces of the embeddings: the number of values per token in each."""
     per_layer = config.num_hidden_layers * config.hidden_size_per_layer_input
     return [config.hidden_size] + [per_layer] * bool(per_layer)
 

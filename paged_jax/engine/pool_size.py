@@ -98,7 +98,7 @@ def _num_fitting_free_memory(device: Any, sizes: Sizes, footprint: Footprint) ->
 
 
 def _num_fitting_fraction(device: Any, footprint: Footprint, memory_fraction: float) -> int:
-    """Return the number of blocks for which an engine uses `memory_fraction` of the memory."""
+    """Return the number of blocks that lets an engine use `memory_fraction` of the memory."""
     memory = device_memory(device)
     if memory is None:
         raise ValueError(
@@ -173,8 +173,8 @@ def _cgroup_limits() -> list[int]:
         if controllers not in ("", "memory"):
             continue
         root, name = _CGROUPS, "memory.max"
-        # Only version 1 of Linux control groups names controllers here. It stores the limit in
-        # another file.
+        # Only version 1 of Linux control groups names controllers in this line. It stores the
+        # limit in another file.
         if controllers:
             root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
         path = root / group.lstrip("/")

@@ -36,8 +36,8 @@ class RequestFactory:
       tokenizer: the tokenizer; if it is None, prompts must be token ids.
       vocab_size: V, number of tokens in the vocabulary.
       max_model_len: maximum number of tokens in a sequence, prompt included.
-      max_length: maximum number of tokens in a sequence, limited by the context and the pool. It
-        limits the length of requests without `max_tokens`.
+      max_length: `max_model_len`, or fewer tokens if the pool has no room for them. Requests
+        without `max_tokens` end at this length.
       seed: the engine's seed. The seeds of requests without `seed` are derived from it.
       grammars: compiler of the grammars of structured outputs.
     """
@@ -126,7 +126,7 @@ class RequestFactory:
             most = max(1, self.max_length - num_prompt_tokens)
         longest = self.max_model_len - min(most, 1)
         if num_prompt_tokens > longest:
-            why = "the context"
+            why = "the length of the context"
             if most:
                 why = f"to leave room for a token in the context of {self.max_model_len}"
             raise _error(

@@ -152,13 +152,13 @@ class RequestTable:
             )
 
     def prefix_chain(self, request: Request) -> PrefixChain:
-        """Return a new `PrefixChain` for the blocks of a request, with the current weights."""
+        """Return a new `PrefixChain` for the blocks of a request and the current weights."""
         # Requests with different weights or salts get different roots, so they never share blocks.
         root = root_digest(self.weights_version.to_bytes(8, "little"), request.cache_salt)
         return PrefixChain(root, self._scheduler.block_size)
 
     def _set_chains(self, request: Request) -> None:
-        """Set the prefix chain of each sample of a request, for the current weights."""
+        """Give each sample of a request a new `PrefixChain` for the current weights."""
         # For prompt log-probabilities, the model must compute every prompt token. So requests with
         # `prompt_logprobs` do not use the prefix cache.
         is_cached = self._scheduler.enable_prefix_caching and request.prompt_logprobs is None
@@ -275,7 +275,7 @@ class ChangeGuard:
             self._is_broken = False
 
     def recover(self) -> None:
-        """Call `restart`. If it is interrupted, the next call of `change` repeats it."""
+        """Call `restart`. If `restart` is interrupted, the next `change` calls it again."""
         self._is_broken = True
         self._restart()
         self._is_broken = False

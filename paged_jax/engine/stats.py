@@ -176,10 +176,10 @@ class MaskClock:
       now: function that returns the time in seconds.
     """
 
-    # k and cycles are explained in the docstring of the class. `_PERIOD` is the number of cycles
-    # between two measurements with k = 0, and `_SAMPLES` is the number of cycles that a measurement
-    # takes. If cycles with k = 1 take far too long, the period doubles up to `_LONGEST_PERIOD`, so
-    # that less time is lost by trying k = 1 again.
+    # The docstring of the class explains k and cycles. `_PERIOD` is the number of cycles between
+    # two measurements with k = 0, and `_SAMPLES` is the number of cycles in a measurement. If a
+    # cycle with k = 1 takes far too long, the period doubles, up to `_LONGEST_PERIOD`, so that
+    # k = 1 is tried less often.
     _PERIOD, _LONGEST_PERIOD, _SAMPLES = 128, 2048, 8
     # Limits for the ratio of the duration of a cycle to the duration of a cycle with k = 0: `_MOST`
     # for k > 1, and `_MOST_OF_ONE` for k = 1. A cycle with k = 1 takes far too long (see above) if
@@ -197,16 +197,19 @@ class MaskClock:
         self._num_cycles, self._period = 0, self._PERIOD
         self._samples: list[float] = []
         self._plain_seconds = 0.0  # Duration of a cycle with k = 0.
-        # `_next` is the value of k to use after the current measurement with k = 0. If `_next` is
-        # 0, k stays 0 for a whole period.
-        self._next = 1
-        # The duration of a cycle with k = `_next`, if the cycle took too long compared with an
-        # older measurement of k = 0. Otherwise 0.
+        # The value that k gets after the current measurement with k = 0. If it is 0, k stays 0 for
+        # a whole period.
+        self._next_k = 1
+        # Duration of a cycle with k = `_next_k` that seemed too long, compared with the previous
+        # measurement with k = 0. It is stored until k = 0 is measured again; otherwise it is 0.
         self._doubtful_seconds = 0.0
         self._lookahead.num_free_steps = 0
 
     def note_read(self, plan: StepPlan, num_steps: int) -> None:
-        """Record that the host has read the tokens that `num_steps` steps of a plan sampled."""
+        """Update the measurements when the host has read the tokens of a plan.
+
+        `num_steps` is the number of decode steps that sampled these tokens.
+        """
         if not plan.bound:
             if not plan.is_ahead:
                 self._read_at = None  # No sequence has a grammar.
@@ -225,24 +228,27 @@ class MaskClock:
             self._choose(sorted(self._samples[2:])[self._SAMPLES // 4])
 
     def _choose(self, seconds: float) -> None:
-        """Choose the next k, given the duration `seconds` of a cycle with the current k."""
+        """Choose the next k (see the docstring of the class).
+
+        `seconds` is the measured duration of a cycle with the current k.
+        """
         k, is_due = self._lookahead.num_free_steps, self._num_cycles >= self._period
         self._samples = self._samples[-2:]
         if not k:
             self._plain_seconds = seconds
-            if self._next or is_due:
+            if self._next_k or is_due:
                 self._set(self._k_after_plain())
         elif is_due:
-            self._period, self._next = self._PERIOD, k
+            self._period, self._next_k = self._PERIOD, k
             self._set(0)
         elif self._is_too_long(seconds, k):
             # The machine may have become slower since the last measurement with k = 0, so measure k
             # = 0 again before deciding that this k is too large.
-            self._next, self._doubtful_seconds = k, seconds
+            self._next_k, self._doubtful_seconds = k, seconds
             self._set(0)
-        # With k + 1 free steps instead of k, a cycle takes longer by a factor of less than 1 + 1 /
-        # (k + 1), because a free step has fewer rows than the step of all sequences. Estimate 1 +
-        # 0.6 / (k + 1).
+        # A cycle has one step of all sequences and k steps with fewer rows. So one more step with
+        # fewer rows makes the cycle longer by a factor below 1 + 1 / (k + 1). Assume the factor
+        # 1 + 0.6 / (k + 1).
         elif seconds * (1 + 0.6 / (k + 1)) < self._plain_seconds * self._MOST and k < self._most:
             self._set(k + 1)
 
@@ -250,8 +256,11 @@ class MaskClock:
         return seconds > self._plain_seconds * (self._MOST if k > 1 else self._MOST_OF_ONE)
 
     def _k_after_plain(self) -> int:
-        """Choose the next value of k after a measurement with k = 0; store and return it."""
-        k, seconds = self._next or 1, self._doubtful_seconds
+        """Choose the next k (see the docstring of the class) after a measurement with k = 0.
+
+        The result is also stored in `_next_k`.
+        """
+        k, seconds = self._next_k or 1, self._doubtful_seconds
         self._doubtful_seconds = 0.0
         if not seconds:
             self._num_cycles = 0
@@ -259,7 +268,7 @@ class MaskClock:
             k -= 1
             if not k and seconds > self._FAR_TOO_LONG * self._plain_seconds:
                 self._period = min(2 * self._period, self._LONGEST_PERIOD)
-        self._next = k
+        self._next_k = k
         return k
 
     def _set(self, num_free_steps: int) -> None:
@@ -292,7 +301,7 @@ class BlockMeter:
 
     @property
     def num_held(self) -> int:
-        """Number of blocks of the first group that were in use at the last count."""
+        """Number of blocks of the first group that were in use at the last call of `count`."""
         return self._scheduler.num_blocks - self.free_blocks[0]
 
     def count_step(self, plan: StepPlan, tokens: StepTokens | None) -> None:

@@ -85,7 +85,7 @@ def _check_config(config: LlamaConfig, own: LlamaConfig) -> None:
 
 
 class _Leaves(NamedTuple):
-    """Description of the leaves of the model's state; hashable, as a key of compiled programs."""
+    """Description of the leaves of the model's state; hashable, so that programs can be cached."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -164,7 +164,7 @@ class WeightSwap:
             )
         new, layout = jax.tree.leaves(params), dict(zip(leaves.names, weights.layout, strict=True))
         if len(names) == len(leaves.names):
-            # `params` has as many arrays as the engine's model has leaves, so it already has the
+            # `params` includes the scales if the engine's model is quantised, so it already has the
             # formats of that model.
             formats = None
         own = leaves.names if formats is None else names
@@ -225,7 +225,7 @@ def _check_tied_head(
 
 
 def _to_devices(array: Any, place: Sharding) -> jax.Array:
-    """Copy an array to the devices of `place`; return it unchanged if it is already there."""
+    """Copy an array to the devices of the sharding `place`, unless it is already on them."""
     if not isinstance(array, jax.Array):
         with own_transfers():
             return jax.device_put(array, place)
@@ -248,9 +248,9 @@ def _divided_sharding(shape: tuple[int, ...], place: Sharding) -> Sharding:
     return NamedSharding(place.mesh, PartitionSpec())
 
 
-# The following functions are cached, so that engines with the same model structure share compiled
-# programs. Unlike `jax.device_put`, the programs make no transfers if the arrays are already on the
-# devices.
+# The functions below return jitted programs. The functions are cached, so that engines with the
+# same model structure share the programs. Unlike `jax.device_put`, a program makes no transfer if
+# its arguments are already on the right devices.
 
 
 @functools.lru_cache(maxsize=16)
@@ -260,14 +260,14 @@ def _converting(
     config: LlamaConfig | None = None,
     sources: tuple[tuple[str, TensorSource], ...] = (),
 ) -> Callable[..., list[jax.Array]]:
-    """Return the program that converts new weights, given by name; see `NewWeights.convert`.
+    """Return the program that converts a dict of new weights, see `NewWeights.convert`.
 
     Args:
       leaves: the leaves of the engine's model.
       formats: formats to quantise the new weights to; None if the weights already have the formats
         of `leaves`.
       config: config of the model if the new weights are from another implementation; else None.
-      sources: with `config`, the arrays of the other implementation that make up each leaf.
+      sources: if `config` is not None, maps each leaf to the arrays that make it up.
     """
 
     def convert(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -291,7 +291,7 @@ def _converting(
 
 
 def _in_format(name: str, array: jax.Array, formats: MatrixFormats) -> dict[str, jax.Array]:
-    """Return the arrays that store the parameter `name`, as a dict with the name of each array.
+    """Return the arrays that store the parameter `name`, as a dict from names to arrays.
 
     This is `array` itself, or its quantised values and their scales if `formats` quantises it.
     """
@@ -322,10 +322,10 @@ def _allocating(leaves: _Leaves) -> Callable[[], list[jax.Array]]:
 
 
 def _leaves_by_name(params: nnx.State, leaves: _Leaves) -> tuple[list[jax.Array], Sequence[str]]:
-    """Return the arrays of a state in the order of the engine's leaves, and their names.
+    """Return the arrays of `params` in the order of the engine's leaves, and their names.
 
-    Layers are stacked or unstacked, as in the engine's model. The names are `leaves.names`; if
-    `params` are not quantised but the engine's model is, they are `leaves.floats`.
+    Layers are stacked or unstacked, to match the engine's model. The names are `leaves.floats` if
+    the engine's model is quantised but `params` are not. Otherwise they are `leaves.names`.
     """
     own = leaves.names
     arrays = named_arrays(params)
@@ -344,7 +344,7 @@ def _leaves_by_name(params: nnx.State, leaves: _Leaves) -> tuple[list[jax.Array]
 
 
 def _check_same_formats(formats: MatrixFormats | None, own: MatrixFormats | None) -> None:
-    """Raise ValueError unless new weights have the engine's formats `own` or are not quantised."""
+    """Raise ValueError if new weights are quantised in other formats than the engine's, `own`."""
     if formats is None or own is None or not formats.is_quantised:
         return
     names = {*dict(formats.others), *dict(own.others), "default"}
@@ -482,8 +482,8 @@ class Sleep:
         if not self.has_weights:
             raise RuntimeError(
                 "Engine.wake_up: the engine must have weights, but sleep(level=2) discarded them, "
-                "or tags do not include 'weights'. Call update_params first, or wake_up() without "
-                "tags."
+                "or tags do not include 'weights'. Call update_params first (after level 2), or "
+                "wake_up() without tags (after level 1)."
             )
         self._executor.is_asleep = False
         self.level = 0

@@ -77,9 +77,8 @@ def config_of(actor: nnx.Module, **changes: Any) -> LlamaConfig:
     config: Any = getattr(actor, "config", None)
     if family not in _FAMILIES or getattr(config, "num_experts", None):
         raise ValueError(
-            "PagedRollout: rollout_actor must be a Llama 3, Qwen 2 or Qwen 3 of Tunix without "
-            f"experts, got {type(actor).__name__} of {module}. For other models, pass config= and "
-            "mapping=."
+            "PagedRollout: rollout_actor must be a dense Llama 3, Qwen 2 or Qwen 3 model of Tunix, "
+            f"got {type(actor).__name__} of {module}. For other models, pass config= and mapping=."
         )
     is_tied = getattr(config, "weight_tying", False) or getattr(config, "use_tied_embedding", False)
     own = {
@@ -163,8 +162,9 @@ class PagedRollout(base_rollout.BaseRollout):
             return
         if self.comparison.config is None:
             raise ValueError(
-                "PagedRollout: the engine must compute the same as the trainer, got a difference "
-                f"of {self.comparison.largest:.3g} nats. {self.comparison.explanation}"
+                "PagedRollout: the engine must compute the same log-probabilities as the trainer, "
+                f"got a difference of {self.comparison.largest:.3g} nats. "
+                f"{self.comparison.explanation}"
             )
         warnings.warn(
             f"PagedRollout: {self.comparison.explanation} The engine uses the trainer's value.",

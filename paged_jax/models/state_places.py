@@ -42,9 +42,9 @@ class StatePlaces(NamedTuple):
       sources: i32 ``[B]``, entry that each row reads. P, the number of entries, stands for a state
         of zeros.
       entries: i32 ``[B]``, entry that each row writes; P for rows that write nothing.
-      spares: i32 ``[B]``, spare entry, to which each row writes instead of its entry once it has
-        `turns` tokens, see `state_tables.plan_states`; P for rows without a spare entry.
-      turns: i32 ``[B]``, sequence length in tokens at which each row switches to its spare entry.
+      switch_lengths: i32 ``[B]``, number of tokens after which each row writes to `next_entries`
+        instead of `entries`, see `state_tables.plan_states`.
+      next_entries: i32 ``[B]``, entry that each row switches to; P for rows that do not switch.
       num_entries: number of entries in the pools (P).
       layers: for each layer, the index of its group of recurrent layers and its index in this
         group; None for other layers.
@@ -56,8 +56,8 @@ class StatePlaces(NamedTuple):
 
     sources: jax.Array
     entries: jax.Array
-    spares: jax.Array
-    turns: jax.Array
+    switch_lengths: jax.Array
+    next_entries: jax.Array
     num_entries: int
     layers: LayerPlaces
     first_pools: int
@@ -80,12 +80,12 @@ class StatePlaces(NamedTuple):
         if cache.states is None:
             return None
         tables, P = cache.states.tables, cache.states.num_entries
-        sources, entries, spares, turns = (
+        sources, entries, switch_lengths, next_entries = (
             take_or_fill(x, rows, fill_value=P)
-            for x in (tables.sources, tables.entries, tables.spares, tables.turns)
+            for x in (tables.sources, tables.entries, tables.switch_lengths, tables.next_entries)
         )
         layers, first = cache.states.layers, len(cache.groups)
-        ids = sources, entries, spares, turns
+        ids = sources, entries, switch_lengths, next_entries
         return cls(*ids, P, layers, first, [] if postpones else None)
 
     def at_step(
@@ -101,11 +101,15 @@ class StatePlaces(NamedTuple):
           active: bool ``[B]``, False for rows that get no token.
           lengths: i32 ``[B]``, number of tokens of each row before the step.
         """
-        P, has_spare = self.num_entries, self.spares < self.num_entries
+        P, is_switching = self.num_entries, self.next_entries < self.num_entries
         first = jnp.where(step == 0, self.sources, self.entries)
-        entries = jnp.where(has_spare & (lengths >= self.turns), self.spares, self.entries)
+        entries = jnp.where(
+            is_switching & (lengths >= self.switch_lengths), self.next_entries, self.entries
+        )
         return self._replace(
-            sources=jnp.where(has_spare & (lengths > self.turns), self.spares, first),
+            sources=jnp.where(
+                is_switching & (lengths > self.switch_lengths), self.next_entries, first
+            ),
             entries=jnp.where(active, entries, P),
         )
 

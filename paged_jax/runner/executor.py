@@ -206,7 +206,7 @@ class Executor:
         self._oks.append(self.run(call))
 
     def queue(self, call: Call) -> QueuedResult:
-        """Queue a program with `free_blocks` in its result; `read` returns the result later."""
+        """Queue a program that returns `free_blocks`; `read` returns its whole result later."""
         self._latest = QueuedResult(self.run(call))
         return self._latest
 
@@ -254,7 +254,7 @@ class Executor:
         return result
 
     def fetch(self, call: Call) -> Any:
-        """Run a program with `free_blocks` in its result, and copy the result to the host."""
+        """Run a program that returns `free_blocks`, and copy its whole result to the host."""
         return self.read(self.queue(call))
 
     def _call(self, call: Call) -> Any:

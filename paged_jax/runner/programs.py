@@ -234,7 +234,7 @@ def list_programs(key: ProgramKey, sizes: Sizes, num_top: int, *, num_groups: in
     )
 
 
-# The cache has room for the programs of 16 models.
+# Cache the programs of up to 16 models.
 @functools.lru_cache(maxsize=16 * len(Programs._fields))
 def _jit(
     key: ProgramKey,

@@ -120,7 +120,7 @@ Batch = tuple[int, int, list[int]]
 
 
 def pack(counts: Sequence[int], sizes: Sizes) -> list[Batch]:
-    """Distribute chunks to batches; `counts` has the number of tokens of each chunk."""
+    """Distribute prompt chunks to `Batch`es; `counts` has the number of tokens of each chunk."""
     if sizes.tile is not None:
         return pack_tiles(counts, sizes)
     return pack_chunks(counts, sizes.max_chunk, sizes.num_slots)
@@ -153,11 +153,14 @@ def pack_chunks(counts: Sequence[int], max_chunk: int, num_slots: int) -> list[B
 def pack_tiles(counts: Sequence[int], sizes: Sizes) -> list[Batch]:
     """Distribute chunks to batches with rows of `sizes.tile` tokens.
 
-    Each chunk takes consecutive rows of a batch, and only its last row is padded. Example with rows
-    of 8 tokens: chunk a has 20 tokens, b has 16, c has 3, and two rows are padding::
+    Each chunk takes consecutive rows of a batch, and only its last row is padded. In the example
+    below, rows have 8 tokens. Chunks 0, 1 and 2 have 20, 16 and 3 tokens, so they take 6 rows of
+    the first batch, which is padded to 9 rows::
 
-        row      0  1  2  3  4  5  6  7
-        chunk    a  a  a  b  b  c  -  -
+        row      0  1  2  3  4  5  6  7  8
+        chunk    0  0  0  1  1  2  -  -  -
+
+    Chunk 3 has 40 tokens. It does not fit in the first batch, so it gets a second batch.
 
     Example:
       >>> sizes = Sizes(block_size=16, num_slots=4, max_model_len=64, max_chunk=64, max_steps=1,
@@ -202,7 +205,7 @@ def tile_buckets(sizes: Sizes) -> list[int]:
 def chunk_bucket(count: int, max_chunk: int) -> int:
     """Return the padded length T of a chunk with `count` tokens.
 
-    It is a power of two, at least 16, but at most `max_chunk`.
+    It is the next power of two, at least 16, or `max_chunk` if that is smaller.
     """
     return min(max_chunk, max(MIN_CHUNK, 1 << (count - 1).bit_length()))
 

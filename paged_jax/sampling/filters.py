@@ -212,7 +212,7 @@ def _no_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array)
 
 
 def _top_k_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> _Cut:
-    """Return the cut-off that keeps the top_k most probable tokens; all if top_k is 0."""
+    """Return the cut-off that keeps the `top_k` most probable tokens, or all if `top_k` is 0."""
     logit = jnp.where(top_k > 0, _highest_cut(z, None, top_k), -jnp.inf)
     num_ties = top_k - count_true(z > logit[:, None])
     return _Cut(logit, _nth_true(z == logit[:, None], num_ties))
@@ -289,11 +289,11 @@ _TIE_GROUP = 256
 def search_cut(
     z: jax.Array, goal: jax.Array, weights: jax.Array | None = None, *, num_bits: int
 ) -> jax.Array:
-    """Compute `_highest_cut` in 32 / num_bits passes, each of 2**num_bits - 1 trial cut-offs."""
+    """Compute `_highest_cut` in 32 / num_bits passes, which try 2**num_bits - 1 cut-offs each."""
     num_rows, vocab_size = z.shape
     num_cuts = 2**num_bits - 1
-    # With several cut-offs (on GPUs and TPUs), a first kernel sums groups of elements, and a second
-    # kernel adds the sums of the groups. With one cut-off, a row is a single group.
+    # With several cut-offs per pass (on GPUs and TPUs), one kernel sums groups of elements, and
+    # another adds the sums of the groups. With one cut-off per pass, a row is a single group.
     group = _GROUP if num_cuts > 1 else vocab_size
     widths = ((0, 0), (0, -vocab_size % group))
     z = jnp.pad(z, widths, constant_values=-jnp.inf).reshape(num_rows, -1, group)
@@ -361,9 +361,9 @@ def apply_first(
 ) -> jax.Array:
     """Apply the first function with a True condition to `x`; return `x` if all are False.
 
-    Only one function is applied, so it must also do the work of later functions. On GPUs this is
-    always `cases[0]`, because the host would wait longer for conditions than the function takes. So
-    it must return the right result even if its condition is False.
+    Only this function is applied, so it must also do the work of later functions. On GPUs, the
+    first function is always applied, because the host would wait longer for the conditions than the
+    function takes. So it must return the right result even if its condition is False.
 
     Args:
       cases: pairs of a condition, bool[], and a function. The function takes an array and returns

@@ -19,8 +19,8 @@ from paged_jax.sampling.params import (
     TokenBias,
 )
 
-# Requests with lower temperatures are greedy, as in vLLM. This also avoids divisions with denormal
-# numbers, which some backends flush to zero.
+# Requests with a temperature below this value are greedy, as in vLLM. This also avoids divisions by
+# denormal numbers, which some backends flush to zero.
 SMALLEST_TEMPERATURE = 1e-5
 # A number that is larger than the position of any token.
 _ALWAYS = 2**31 - 1

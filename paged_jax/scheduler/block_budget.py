@@ -246,15 +246,16 @@ class WindowBlockBudget(BlockBudget):
     def num_required(self, num_tokens: int) -> int:
         """Return the minimum number of blocks to prefill `num_tokens` tokens.
 
-        If each chunk has a single block of tokens, the slot never holds more than the blocks of a
-        window and one more block.
+        A chunk can be as short as one block, and before each chunk, the slot frees the blocks that
+        have left the window. So it never needs more blocks than a window and one such chunk.
         """
         return min(self._most_decoding, super().num_required(num_tokens))
 
     def num_wanted(self, num_tokens: int) -> int:
         """Return the number of blocks to prefill `num_tokens` tokens in chunks of full size.
 
-        The slot never holds more than the blocks of a window and of a chunk.
+        Before each chunk, the slot frees the blocks that have left the window. So it never holds
+        more than the blocks of a window and of a chunk.
         """
         return min(self._most, super().num_wanted(num_tokens))
 
@@ -268,15 +269,15 @@ class WindowBlockBudget(BlockBudget):
         return num_blocks - self._first_kept(program_start)
 
     def num_free(self, memory: BlockMemory, running: list[Sequence]) -> int:
-        """Return P minus the number of blocks that running sequences hold, without sharing.
+        """Return P minus the blocks of running sequences; shared blocks count once per sequence.
 
-        At least this many blocks are free. The result is negative if sequences that share blocks
-        hold more than P blocks in total.
+        At least this number of blocks is free. The result is negative if the sequences hold more
+        than P blocks in total, because each shared block counts several times.
         """
         return self.num_blocks - self.num_held(memory, running)
 
     def num_held(self, memory: BlockMemory, sequences: list[Sequence]) -> int:
-        """Return the number of blocks that these sequences hold, as if they shared no blocks."""
+        """Return the number of blocks of sequences; shared blocks count once per sequence."""
         return sum(self.num_in_row(s.num_computed, s.program_start) for s in sequences)
 
     def num_for_admission(self, num_tokens: int) -> int:

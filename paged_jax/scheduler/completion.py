@@ -177,7 +177,7 @@ class Completion:
         return True
 
     def end(self, finish_reason: str, stop_reason: str | None = None) -> None:
-        """End the sample for another reason than its tokens, such as an abort.
+        """End the sample for a reason other than its tokens, such as an abort.
 
         If the sample has already ended, this does nothing.
 

@@ -125,7 +125,9 @@ class Queue:
         return [sequence for sequence in request.sequences if sequence in self.unfinished]
 
     def check_is_new(self, sequences: list[Sequence]) -> None:
-        """Check that the id of a new request, given by its samples, is not in use.
+        """Check that no unfinished request has the id of a new request.
+
+        `sequences` are the samples of the new request.
 
         Raises:
           ArgumentError: an unfinished request has the same id.

@@ -210,8 +210,8 @@ class Sequence:
     def snapshot_points(self, interval: int) -> set[int]:
         """Return the token counts at which prefill adds the recurrent state to the prefix cache.
 
-        These are the last multiple of `interval` in the prefill, for later requests with the same
-        prompt, and the `branch_points`.
+        These are the `branch_points`, and the last multiple of `interval` in the prefill, from
+        which later requests with the same prompt can continue.
         """
         return {(len(self.token_ids) - 1) // interval * interval, *self.branch_points}
 

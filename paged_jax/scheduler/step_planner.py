@@ -183,13 +183,12 @@ class StepPlanner:
     def _add_forks(self, leader: Sequence) -> None:
         """Fork the other samples of a prompt from the leader, which has computed the prompt.
 
-        The forks and the leader generate their first tokens in this step. For this, each fork takes
-        one block: a new block for its token, or a copy of the partly filled block that all samples
-        write to. (One sample keeps the original block; the count assumes that it is the leader.)
-        Since all samples write in this step, no partly filled block stays shared. If there is no
-        slot or block for a sample, it joins the queue, and will find the prompt in the prefix
-        cache. With `WindowBlockBudget`, which counts no block as shared, all blocks of a fork
-        count.
+        The forks and the leader generate their first tokens in this step. For its token, each fork
+        needs one block: a new block, or a copy of the partly filled block at the end of the prompt.
+        (One sample can use the original of this block; the count assumes that it is the leader.)
+        So after this step, no two samples share a partly filled block. If there is no slot or block
+        for a sample, it joins the queue, and will find the prompt in the prefix cache.
+        `WindowBlockBudget` counts no block as shared, so it counts all blocks of a fork.
         """
         if not leader.siblings:
             return
@@ -351,11 +350,11 @@ class Admission:
         return {sequence.digests[column]}
 
     def next_digests(self) -> set[bytes]:
-        """Return the digests of the prompt blocks that all running sequences compute next."""
+        """Return the digests of the next prompt blocks of running sequences, see `next_digest`."""
         return set().union(*map(self.next_digest, self._queue.running))
 
     def waits_for_prefix(self, sequence: Sequence, computing: set[bytes]) -> bool:
-        """Return whether `computing`, a set of digests, has a block of the sequence's prefix."""
+        """Return whether the digests `computing` contain a block of the sequence's prefix."""
         if not computing or sequence.is_swapped:
             return False
         return not computing.isdisjoint(sequence.digests[: self._num_cacheable(sequence)])

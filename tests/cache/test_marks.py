@@ -47,7 +47,8 @@ class Simulation:
         is_writer = np.array(limits) > 0
         args = jnp.asarray(is_writer), jnp.asarray(self.lengths), jnp.int32(most)
         self.tables = state_tables.plan_states(self.tables, *args)
-        ids = (self.tables.sources, self.tables.entries, self.tables.spares, self.tables.turns)
+        tables = self.tables
+        ids = (tables.sources, tables.entries, tables.switch_lengths, tables.next_entries)
         P = self.tables.num_entries
         places = StatePlaces(*ids, P, (), 0)
         for step in range(max(limits)):
@@ -73,7 +74,8 @@ class Simulation:
         lengths, is_writer = self.lengths, jnp.asarray(limits) > 0
         self.tables = state_tables.reserve_states(self.tables, is_writer)
         self.tables = state_tables.plan_marks(self.tables, is_writer, jnp.asarray(lengths), 1)
-        ids = (self.tables.sources, self.tables.entries, self.tables.spares, self.tables.turns)
+        tables = self.tables
+        ids = (tables.sources, tables.entries, tables.switch_lengths, tables.next_entries)
         P = self.tables.num_entries
         places = StatePlaces(*ids, P, (), 0).at_step(0, is_writer, jnp.asarray(lengths))
         sources, entries = places.sources.tolist(), places.entries.tolist()

@@ -105,25 +105,28 @@ def verify_drafts() -> None:
 MUTANTS = {
     "a snapshot is one token late": (
         decode_over_a_mark,
-        (StatePlaces, "at_step", "(lengths >= self.turns)", "(lengths > self.turns)"),
+        (StatePlaces, "at_step", "(lengths >= self.switch_lengths)",
+         "(lengths > self.switch_lengths)"),
     ),
     "a verification writes over its mark": (
         verify_over_a_mark,
-        (StatePlaces, "at_step", "(lengths >= self.turns)", "(lengths > self.turns)"),
+        (StatePlaces, "at_step", "(lengths >= self.switch_lengths)",
+         "(lengths > self.switch_lengths)"),
     ),
     "a verification leaves no mark": (
         verify_over_a_mark,
-        (state_tables, "plan_marks", "(turns < lengths + most)", "(turns > lengths)"),
+        (state_tables, "plan_marks", "(switch_lengths < lengths + most)",
+         "(switch_lengths > lengths)"),
     ),
     "a mark has the length of the next token": (
         decode_over_a_mark,
-        (state_tables, "commit_marks", "has_turned, tables.turns,",
-         "has_turned, tables.turns + 1,"),
+        (state_tables, "commit_marks", "has_switched, tables.switch_lengths,",
+         "has_switched, tables.switch_lengths + 1,"),
     ),
     "a mark is not kept": (
         decode_over_a_mark,
-        (state_tables, "commit_marks", "has_turned, tables.spares, tables.entries",
-         "has_turned, tables.entries, tables.entries"),
+        (state_tables, "commit_marks", "has_switched, tables.next_entries, tables.entries",
+         "has_switched, tables.entries, tables.entries"),
     ),
     "later steps read the entry of the first step": (
         fork_and_decode,

@@ -236,7 +236,7 @@ def test_paged_rollout_rejects_other_forward_passes() -> None:
         ValueError, match=r"got a difference of .* nats\. They differ from the firs"
     ):
         PagedRollout(new_actor(), Letters(), mesh(), CONFIG, mapping=swapped, **ENGINE)
-    with pytest.raises(ValueError, match="must be a Llama 3, Qwen 2 or Qwen 3 of Tunix without ex"):
+    with pytest.raises(ValueError, match="must be a dense Llama 3, Qwen 2 or Qwen 3 model of"):
         PagedRollout(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), Letters(), mesh(), CONFIG)
 
 

@@ -196,15 +196,16 @@ def publish_groups(
 ) -> Groups:
     """Publish the same blocks in several groups of layers.
 
-    The first group decides which blocks: in the other groups, a block is published only if the
-    block of the same slot and column is cached in the first group. So two slots that share a block
-    of the first group also share the corresponding block of each other group, unless one of them
-    has freed it. Therefore no group uses more blocks than the first group, and the first group is
-    the first to run out of free blocks.
+    The first group decides which blocks are published: in the other groups, a block is published
+    only if the block of the same slot and column is cached in the first group. So two slots that
+    share a block of the first group also share the corresponding block of each other group, unless
+    one of them has freed it. Therefore no group uses more blocks than the first group, and the
+    first group is the first to run out of free blocks.
 
     A group with a window evicts the blocks of a prefix earlier than the first group. If a slot has
-    computed such a prefix again, its blocks replace the older copies in the first group. Otherwise
-    the prefix could not be found until the first group also evicted it.
+    computed such a prefix again, its blocks replace the older copies in the first group. If the
+    older copies stayed, the new blocks of the other groups could not be published, and the prefix
+    could not be found until the first group had evicted its copies too.
     """
     first, *others = groups
     digests, token_ids = _as_contents("publish", first, digests, token_ids)
@@ -248,10 +249,11 @@ def _publish_first(
 def _would_complete(
     others: list[BlockTables], slots: jax.Array, columns: jax.Array, digests: jax.Array
 ) -> jax.Array:
-    """Return whether publishing each block adds it to a group that has evicted it, bool[N].
+    """Return whether publishing each block again makes it available in more groups, bool[N].
 
-    The result is False if another group would lose its cached copy, because the slot no longer has
-    its own block in that group.
+    The result is True if another group has evicted the block and would now add it, and if no group
+    would lose it. A group loses its cached copy if the slot no longer holds the block in this
+    group.
     """
     adds, loses = jnp.zeros(len(slots), bool), jnp.zeros(len(slots), bool)
     for tables in others:
@@ -383,8 +385,8 @@ def _serve_in_order(is_new: jax.Array, blocks: jax.Array, digests: jax.Array) ->
     """Select the rows of `is_new` bool[N] to cache, so that no block or digest occurs twice.
 
     The rows are processed in order. A row is skipped if an earlier selected row has the same block
-    or the same digest. Whether the earlier row was selected depends on the rows before it in the
-    same way, so this function needs a loop.
+    or the same digest. This needs a loop, because the result for a row depends on the results for
+    the rows before it.
 
     Returns:
       bool[N], whether to cache the block of each row.

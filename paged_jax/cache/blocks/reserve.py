@@ -28,8 +28,9 @@ class BlockCopies:
     """Block copies that the caller of `reserve` must make before it writes K and V.
 
     Attributes:
-      source: i32[S], the block to copy for each slot, or P for no copy.
-      target: i32[S], the block to copy it to, or P. Targets are distinct, and none is a source.
+      source: i32[S], the block to copy for each slot; P (no block) for slots without a copy.
+      target: i32[S], the new block that receives the copy; P for slots without a copy. Targets are
+        distinct, and none is a source.
     """
 
     source: jax.Array
@@ -135,7 +136,7 @@ class Reservation(NamedTuple):
 def begin_reserve(
     tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int, function: str = "reserve"
 ) -> Reservation:
-    """Check whether `reserve` is possible in one group, and compute the changes that it makes.
+    """Compute the changes that `reserve` makes in a group of layers, and whether it is possible.
 
     See `reserve` for the arguments. `function` is the name that error messages begin with.
     """
@@ -174,7 +175,7 @@ def finish_reserve(
     is_taken_SW &= ok
     is_copy = writes.is_copy & ok
     pool, taken_SW = block_pool.take(tables.pool, is_taken_SW)
-    pool = writes.note(pool, ok)
+    pool = writes.apply_to(pool, ok)
     slots = jnp.arange(tables.num_slots, dtype=jnp.int32)
     # Write only the columns that get a new block. Replace all other columns by an index past the
     # end of the row, so that JAX drops their writes.
@@ -250,11 +251,11 @@ class SharedWrites:
     is_last: jax.Array
     refs_left: jax.Array
 
-    def note(self, pool: BlockPool, ok: jax.Array) -> BlockPool:
-        """Return the pool after these writes; it is unchanged if `ok` bool[] is False.
+    def apply_to(self, pool: BlockPool, ok: jax.Array) -> BlockPool:
+        """Update the reference counts and the prefix cache of a pool for these writes.
 
-        Reference counts of copied blocks decrease, and blocks written in place are no longer
-        cached.
+        Copied blocks lose references, and blocks that are written in place are removed from the
+        prefix cache. If `ok` bool[] is False, the pool is returned unchanged.
         """
         shared = jnp.where(self.is_last & ok, self.block, pool.num_blocks)
         ref_counts = put_or_drop(pool.ref_counts, shared, self.refs_left)
@@ -298,9 +299,9 @@ def plan_columns(
 ) -> tuple[jax.Array, jax.Array]:
     """List the table columns that each slot may write to, and which of them get a new block.
 
-    The first of the W columns is the column of the next token. It gets a new block if the token is
-    the first of its block, or if the slot must copy the existing block. Every further column up to
-    length `end` gets a new block.
+    The first of the W columns is the column of the next token. It gets a new block if this token
+    begins a block, or if the slot must copy the existing block. All further columns that are needed
+    for `end` tokens get new blocks.
 
     Returns:
       `(columns, is_taken)`: i32[S, W], the columns, and bool[S, W], whether each gets a new block.
@@ -395,9 +396,10 @@ def plan(
 
 
 def num_possible(tables: BlockTables, limits: jax.Array, *, max_tokens: int) -> jax.Array:
-    """Return the `num_tokens` that `plan` would choose with `most = max_tokens`, i32[].
+    """Return the maximum number of new tokens per slot that the free blocks allow, i32[].
 
-    See `plan` for the arguments.
+    This is the `num_tokens` of the result of `plan` with ``most=max_tokens``. See `plan` for the
+    arguments.
     """
     max_tokens = min(max_tokens, tables.max_blocks_per_slot * tables.block_size)
     return _num_possible(tables, limits, plan_shared_writes(tables, limits > 0), max_tokens)
@@ -424,7 +426,7 @@ def commit(tables: BlockTables, planned: ReservePlan, lengths: jax.Array) -> Blo
     columns_SW = jnp.where(is_used_SW, planned.columns, tables.max_blocks_per_slot)
     return replace(
         tables,
-        pool=planned.writes.note(pool, planned.num_tokens > 0),
+        pool=planned.writes.apply_to(pool, planned.num_tokens > 0),
         block_tables=put_or_drop(tables.block_tables, (slots[:, None], columns_SW), planned.blocks),
         lengths=lengths,
     )

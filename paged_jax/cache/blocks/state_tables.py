@@ -66,10 +66,11 @@ class StateTables:
       sources: i32[S], the entry that the next program reads; P stands for a state of zeros.
       marks: i32[S], the entry with each slot's mark, a saved earlier state; P if the slot has none.
       mark_lengths: i32[S], the number of tokens that the mark covers.
-      spares: i32[S], a free entry for the states after more than `turns` tokens. So the state after
-        `turns` tokens is not overwritten, and its entry becomes the mark. P if the next program
-        leaves no mark. See `plan_states`.
-      turns: i32[S], the number of tokens that the next mark covers.
+      switch_lengths: i32[S], the number of tokens after which the next program switches from
+        `entries` to `next_entries`. The state after this number of tokens stays in its entry, and
+        becomes the slot's mark.
+      next_entries: i32[S], the free entry that the slot switches to, see `plan_states`. P if the
+        next program leaves no mark.
     """
 
     pool: BlockPool
@@ -77,8 +78,8 @@ class StateTables:
     sources: jax.Array
     marks: jax.Array
     mark_lengths: jax.Array
-    spares: jax.Array
-    turns: jax.Array
+    switch_lengths: jax.Array
+    next_entries: jax.Array
 
     @classmethod
     @names_arguments
@@ -101,12 +102,12 @@ class StateTables:
                 "slots."
             )
         # Create four separate arrays, because JAX cannot donate the same buffer twice.
-        entries, sources, marks, spares = (
+        entries, sources, marks, next_entries = (
             jnp.full(num_slots, num_entries, jnp.int32) for _ in range(4)
         )
-        mark_lengths, turns = (jnp.zeros(num_slots, jnp.int32) for _ in range(2))
+        mark_lengths, switch_lengths = (jnp.zeros(num_slots, jnp.int32) for _ in range(2))
         pool = BlockPool.create(num_entries, block_size)
-        return cls(pool, entries, sources, marks, mark_lengths, spares, turns)
+        return cls(pool, entries, sources, marks, mark_lengths, switch_lengths, next_entries)
 
     @property
     def num_slots(self) -> int:
@@ -170,7 +171,7 @@ def reserve_states(tables: StateTables, is_writer: jax.Array) -> StateTables:
         pool=pool,
         entries=jnp.where(is_taken, taken, tables.entries),
         sources=tables.entries,
-        spares=jnp.full_like(tables.spares, P),
+        next_entries=jnp.full_like(tables.next_entries, P),
     )
 
 
@@ -196,9 +197,10 @@ def plan_states(
 
     A mark is a saved earlier state of a slot, see the docstring of the module. The program appends
     one token at a time, and writes the states of slot s to entry ``entries[s]``. When the slot has
-    ``turns[s]`` tokens, the program must read the state from ``entries[s]``, and write all later
-    states to entry ``spares[s]`` instead. So ``entries[s]`` keeps the state after ``turns[s]``
-    tokens, and becomes the mark when the caller calls `commit_marks` after the program.
+    ``switch_lengths[s]`` tokens, the program must read the state from ``entries[s]``, and write all
+    later states to entry ``next_entries[s]`` instead. So ``entries[s]`` keeps the state after
+    ``switch_lengths[s]`` tokens, and becomes the mark when the caller calls `commit_marks` after
+    the program.
 
     A mark is planned only if an entry is free for it. The pool has P - S more entries than slots;
     half of these are reserved for snapshots.
@@ -219,19 +221,22 @@ def plan_marks(
     """Choose the slots whose recurrent state the next program saves as a mark.
 
     A mark can later be published to the prefix cache, see the docstring of the module. The result
-    is stored in `spares` and `turns`, see `StateTables`. Call this function after `reserve_states`.
-    See `plan_states` for the arguments.
+    is stored in `switch_lengths` and `next_entries`, see `StateTables`. Call this function after
+    `reserve_states`. See `plan_states` for the arguments.
     """
     interval, P = state_interval(tables.pool.token_ids.shape[1]), tables.num_entries
-    turns = (lengths + interval - 1) // interval * interval
-    # A slot with exactly `turns` tokens may read one entry and write to another, because the first
-    # is shared or a snapshot. Then no mark is needed: the first entry keeps the state anyway.
-    is_left = (turns > lengths) | (tables.sources == tables.entries)
-    is_reached = is_writer & is_left & (turns > 0) & (turns < lengths + most)
-    is_reached &= (tables.marks == P) | (tables.mark_lengths != turns)
+    switch_lengths = (lengths + interval - 1) // interval * interval
+    # A slot with exactly `switch_lengths` tokens may read one entry and write to another, because
+    # the first is shared or a snapshot. Then no mark is needed: the first entry keeps the state
+    # anyway.
+    is_left = (switch_lengths > lengths) | (tables.sources == tables.entries)
+    is_reached = is_writer & is_left & (switch_lengths > 0) & (switch_lengths < lengths + most)
+    is_reached &= (tables.marks == P) | (tables.mark_lengths != switch_lengths)
     room = tables.pool.num_free - (P - tables.num_slots) // 2
     is_reached &= jnp.cumsum(is_reached, dtype=jnp.int32) <= room
-    return replace(tables, spares=block_pool.peek(tables.pool, is_reached), turns=turns)
+    return replace(
+        tables, next_entries=block_pool.peek(tables.pool, is_reached), switch_lengths=switch_lengths
+    )
 
 
 @without_index_checks
@@ -241,16 +246,16 @@ def commit_marks(tables: StateTables, lengths: jax.Array) -> StateTables:
     `lengths` i32[S] is the number of tokens in each slot after the program.
     """
     P = tables.num_entries
-    has_turned = (tables.spares < P) & (lengths > tables.turns)
-    pool = block_pool.take_some(tables.pool, tables.spares, has_turned)
-    pool = block_pool.give_back(pool, jnp.where(has_turned, tables.marks, P))
+    has_switched = (tables.next_entries < P) & (lengths > tables.switch_lengths)
+    pool = block_pool.take_some(tables.pool, tables.next_entries, has_switched)
+    pool = block_pool.give_back(pool, jnp.where(has_switched, tables.marks, P))
     return replace(
         tables,
         pool=pool,
-        entries=jnp.where(has_turned, tables.spares, tables.entries),
-        marks=jnp.where(has_turned, tables.entries, tables.marks),
-        mark_lengths=jnp.where(has_turned, tables.turns, tables.mark_lengths),
-        spares=jnp.full_like(tables.spares, P),
+        entries=jnp.where(has_switched, tables.next_entries, tables.entries),
+        marks=jnp.where(has_switched, tables.entries, tables.marks),
+        mark_lengths=jnp.where(has_switched, tables.switch_lengths, tables.mark_lengths),
+        next_entries=jnp.full_like(tables.next_entries, P),
     )
 
 
@@ -282,7 +287,7 @@ def release_states(tables: StateTables, mask: jax.Array) -> StateTables:
 
 @without_index_checks
 def attach_state(tables: StateTables, slot: jax.Array, entry: jax.Array) -> StateTables:
-    """Let an empty slot start from the snapshot `entry` i32[]; do nothing if `entry` is P."""
+    """Let an empty slot start from the snapshot `entry` i32[]; do nothing if it is P (no entry)."""
     pool = block_pool.revive(tables.pool, entry[None])
     entries = tables.entries.at[slot].set(entry, mode="drop")
     return replace(tables, pool=pool, entries=entries)

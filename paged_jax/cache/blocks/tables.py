@@ -342,7 +342,7 @@ def shortest_lengths(tables: BlockTables) -> jax.Array | int:
 def fork(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.Array]:
     """Make empty slots copies of other slots by sharing all their blocks; no data is copied.
 
-    The cost is proportional to the blocks that become shared, plus a pass over the tables.
+    The cost is a pass over the tables and an update of each block that becomes shared.
 
     Args:
       tables: the state; may be donated.
