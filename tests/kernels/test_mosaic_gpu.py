@@ -223,10 +223,10 @@ def decode_problem(**changes) -> Problem:
         ({"q_dtype": "float32"}, "must be bfloat16 or float16"),
         ({"q_dtype": "float32", "pool_dtype": "int8"}, "must be bfloat16 or float16"),
         ({"pool_dtype": "float16"}, "pools of the same dtype, int8 or float8_e4m3fn"),
-        ({"C": 12}, "blocks of a power of two"),
-        ({"C": 4}, "of at least 8 tokens"),
-        ({"D": 80}, "heads of a multiple of 64 elements"),
-        ({"K": 1, "H": 71}, "which 71 cannot be cut into"),
+        ({"C": 12}, "the block size must be a power of two"),
+        ({"C": 4}, "of at least 8, got 4"),
+        ({"D": 80}, "keys and values must have a multiple of 64 elements"),
+        ({"K": 1, "H": 71}, "71 query heads per KV head cannot be divided"),
     ],
 )
 def test_unsupported_attention_is_refused(changes, reason) -> None:
@@ -245,18 +245,18 @@ def new_in(pool_dtype: str, **sizes: int) -> Problem:
     [
         (
             problem("float64"),
-            "it writes bfloat16, float16, float32, to pools of these dtypes, int8",
+            "keys and values must be bfloat16, float16, float32, and pools one of these, int8",
         ),
         (problem("float8_e5m2"), "got float8_e5m2"),
-        (new_in("int8", D=80), "it quantises rows of a multiple of 32 elements, got 80"),
-        (problem("bfloat16", D=20), "rows of a multiple of 16 bytes"),
+        (new_in("int8", D=80), "rows to quantise must have a multiple of 32 elements, got 80"),
+        (problem("bfloat16", D=20), "rows must have a multiple of 16 bytes"),
         (
             problem("bfloat16", K=256, D=128),
             "the heads of a token, 256 of 128 elements, do not fit",
         ),
-        (problem("bfloat16", "rope_write", D=80, H=4), "halves of a multiple of 32 elements"),
+        (problem("bfloat16", "rope_write", D=80, H=4), "half a head must have a multiple of 32"),
         (problem("bfloat16", "rope_write", D=256, H=512), "do not fit shared memory"),
-        (problem("int8", "copy_blocks", K=1, C=1, D=24), "a block has"),
+        (problem("int8", "copy_blocks", K=1, C=1, D=24), "blocks must have a multiple of 16 bytes"),
     ],
 )
 def test_unsupported_updates_are_refused(refused, reason) -> None:

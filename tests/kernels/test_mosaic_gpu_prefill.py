@@ -190,20 +190,20 @@ def prompt(op: Any = "prefill", *, q_dtype="bfloat16", pool_dtype="bfloat16", **
         ({"pool_dtype": "float16"}, "pools of the same dtype, int8 or float8_e4m3fn"),
         ({"q_dtype": "float32"}, "queries must be bfloat16 or float16"),
         ({"q_dtype": "float32", "pool_dtype": "int8"}, "queries must be bfloat16 or float16"),
-        ({"C": 12}, "blocks of a power of two"),
-        ({"D": 80}, "heads of a multiple of 64 elements up to 256"),
-        ({"D": 320}, "heads of a multiple of 64 elements up to 256"),
+        ({"C": 12}, "the block size must be a power of two"),
+        ({"D": 80}, "must be a multiple of 64 up to 256"),
+        ({"D": 320}, "must be a multiple of 64 up to 256"),
         ({"K": 1, "D": 128, "U": 64}, None),
         ({"K": 1, "H": 128, "D": 576, "U": 512}, None),
-        ({"K": 1, "D": 576, "U": 512, "pool_dtype": "int8"}, "latent pools of 16 bits, got int8"),
-        ({"K": 1, "D": 576, "U": 320}, "values of a multiple of 128, got 576 and 320"),
+        ({"K": 1, "D": 576, "U": 512, "pool_dtype": "int8"}, "must have 16-bit elements, got int8"),
+        ({"K": 1, "D": 576, "U": 320}, "values a multiple of 128, got 576 and 320"),
         ({"K": 1, "D": 640, "U": 512}, "that fit shared memory"),
     ],
 )
 def test_unsupported_prompts_are_refused(op, changes, reason) -> None:
     refused = MosaicGpu().refusal(prompt(op, **changes))
     if reason is None and op == "ragged" and changes.get("H") == 142:
-        reason = "which 71 cannot be cut into"  # by the kernel for single queries
+        reason = "71 query heads per KV head cannot be divided"  # by the kernel for single queries
     assert refused is None if reason is None else reason in str(refused)
 
 

@@ -236,8 +236,8 @@ PROBLEM = Problem(
 )
 REFUSED = {
     "lanes": ({"lanes": 80}, "last dimension of 80 at every call; .* last dimension of 128, a"),
-    "block size": ({"sizes": (("C", 4), ("M", 8))}, "power of two from 8, got 4"),
-    "block size 24": ({"sizes": (("C", 24), ("M", 8))}, "power of two from 8, got 24"),
+    "block size": ({"sizes": (("C", 4), ("M", 8))}, "power of two of at least 8, got 4"),
+    "block size 24": ({"sizes": (("C", 24), ("M", 8))}, "power of two of at least 8, got 24"),
     "table": ({"sizes": (("C", 16), ("M", 10**6))}, "scalar memory, 253952 entries, got 1000000"),
     "queries": ({"q_dtype": jnp.dtype(jnp.float16)}, "bfloat16 or float32, got float16"),
     "pools": ({"pool_dtype": jnp.dtype(jnp.float16)}, "int8 or float8_e4m3fn, got float16"),

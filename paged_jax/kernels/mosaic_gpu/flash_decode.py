@@ -22,10 +22,11 @@ maximum of the scores together. Half precision keeps only 8 or 11 bits of a weig
 matmul adds the products of the rounding errors of the weights with V.
 
 Int8 and e4m3 elements of quantised pools are converted to half precision, which is exact. Keys are
-converted in registers. Values are converted through a tile in shared memory, because no instruction
-of both GPU generations loads transposed 8-bit elements. The scores are multiplied by the scales of
-the keys, and the weights, before rounding, by the scales of the values. Then weights and values are
-bfloat16, because weights times scales may exceed the range of float16.
+converted in registers. Values are converted through a tile in shared memory, because the GPUs have
+no common instruction that transposes 8-bit elements while it loads them. The scores are multiplied
+by the scales of the keys. The weights are multiplied by the scales of the values before they are
+rounded. Then weights and values are bfloat16, because weights times scales may exceed the range of
+float16.
 
 The thread block that finishes a sequence last merges the results of its parts. A group with more
 query heads than fit the registers is cut into slices. Each slice has its own thread block, which
@@ -96,13 +97,16 @@ def refusal(problem: Problem) -> str | None:
         return why_not
     G, C, D, U = problem["H"] // problem["K"], problem["C"], problem["D"], problem.value_dim
     if D % TILE_LANES or U % MMA_ROWS:
-        return f"it reads heads of a multiple of {TILE_LANES} elements, got {D} and values of {U}"
+        return f"keys and values must have a multiple of {TILE_LANES} elements, got {D} and {U}"
     is_narrow = is_quantised(problem.pool_dtype)
     sizes = DecodeSizes.choose(
         problem["B"], problem["M"], G, C, D, U, problem.shares_values, None, is_narrow
     )
     if sizes.slice_size < min(G, MIN_SLICE):
-        return f"it cuts groups of query heads into equal slices, which {G} cannot be cut into"
+        return (
+            f"{G} query heads per KV head cannot be divided into equal slices of {MIN_SLICE} or "
+            "more heads that fit the registers"
+        )
     if not sizes.num_resident:
         return f"heads of {D} elements do not fit shared memory"
     return None

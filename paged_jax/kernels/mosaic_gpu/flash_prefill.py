@@ -28,8 +28,9 @@ all its scores and weights, and each computes half of the output::
     scores [64, T] = queries [64, 576] @ K^T [576, T]                           both
     out[:, :256] += weights [64, T] @ K[:, :256], out[:, 256:512] += ...        one each
 
-The repeated scores are 35% of all multiplications. In return, the warpgroups exchange no weights
-and wait for each other only at the end, so the softmax of one runs during the matmuls of the other.
+Computing the scores a second time takes 35% of all multiplications. In return, the warpgroups need
+not exchange weights, and wait for each other only at the end. The softmax of one warpgroup can
+therefore run during the matmuls of the other.
 
 Warpgroup 2 also converts elements of 8-bit pools to half precision, which is exact, see
 `converted_tiles`. Warpgroups 0 and 1 multiply the scores by the scales of the keys, and the softmax
@@ -42,7 +43,7 @@ the diagonal, and at the lower edge of a sliding window. Unused tokens of a bloc
 
 The list of all tiles of a batch is computed once per model step, for padded chunks as well as for
 ragged batches. The last tiles of a sequence take longest and start first. In the arrays of queries
-and outputs, each tile has n rows for itself, including padding, so no tile overwrites the output of
+and outputs, each tile has its own n rows, including padding, so no tile overwrites the output of
 another sequence.
 """
 
@@ -107,7 +108,7 @@ def gpu_refusal(interpret: Interpret) -> str | None:
     if interpret or major == 9:
         return None
     return (
-        f"it attends to prompts on GPUs of compute capability 9.0, and the GPU has {major}.{minor}"
+        f"its prefill kernel is for GPUs of compute capability 9.0, and the GPU has {major}.{minor}"
     )
 
 
@@ -122,7 +123,7 @@ def refusal(problem: Problem, interpret: Interpret) -> str | None:
         return _latent_refusal(problem, D, U)
     if D % TILE_LANES or D > MAX_LANES:
         return (
-            f"it attends to prompts with heads of a multiple of {TILE_LANES} elements up to "
+            f"in a prefill, the head dimension must be a multiple of {TILE_LANES} up to "
             f"{MAX_LANES}, got {D}"
         )
     return None
@@ -131,14 +132,17 @@ def refusal(problem: Problem, interpret: Interpret) -> str | None:
 def _latent_refusal(problem: Problem, D: int, U: int) -> str | None:
     """Return why this kernel does not support latent keys of D elements, or None if it does."""
     if is_quantised(problem.pool_dtype):
-        # A ring buffer of 8-bit tiles would not fit shared memory.
-        return f"it attends to prompts over latent pools of 16 bits, got {problem.pool_dtype}"
+        # The additional ring buffer of 8-bit elements would not fit shared memory.
+        return (
+            "in a prefill of latent attention, pools must have 16-bit elements, got "
+            f"{problem.pool_dtype}"
+        )
     sizes = PrefillSizes.choose(1, 1, problem["C"], D, shared=U)
     unit = TILE_LANES * (CONSUMERS // sizes.num_groups)
     if D % TILE_LANES or U % unit or sizes.num_stages < 2:
         return (
-            f"it attends to prompts over latent pools with heads of a multiple of {TILE_LANES} "
-            f"elements that fit shared memory, and values of a multiple of {unit}, got {D} and {U}"
+            f"in a prefill of latent attention, keys must have a multiple of {TILE_LANES} elements "
+            f"that fit shared memory, and values a multiple of {unit}, got {D} and {U}"
         )
     return None
 
@@ -413,7 +417,7 @@ def _store(shared: PrefillTiles, sizes: PrefillSizes, out: jax.Array, lse: jax.A
     warpgroup = lax.axis_index("warpgroup")
     group, lanes = sizes.share(warpgroup)
     if shared.are_read is not None:
-        # The output replaces queries that the other warpgroup also reads.
+        # Wait until the other warpgroup has read the queries, because the output overwrites them.
         plgpu.barrier_arrive(shared.are_read)
         plgpu.barrier_wait(shared.are_read)
     shared.q[group, :, lanes] = out.astype(shared.q.dtype)

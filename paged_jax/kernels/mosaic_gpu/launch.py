@@ -255,7 +255,7 @@ def attention_refusal(problem: Problem) -> str | None:
             f"float8_e4m3fn, got {q_dtype} and {dtype}"
         )
     if C % TILE_ROWS or C & (C - 1):
-        return f"it reads blocks of a power of two of at least {TILE_ROWS} tokens, got {C}"
+        return f"the block size must be a power of two of at least {TILE_ROWS}, got {C}"
     return None
 
 

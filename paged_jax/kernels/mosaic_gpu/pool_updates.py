@@ -61,23 +61,23 @@ def refusal(problem: Problem) -> str | None:
     if problem.op == "copy_blocks":
         sizes = {K * C * row_bytes, *({K * C * 4} if is_quantised(pool_dtype) else ())}
         odd = [size for size in sizes if size % ROW_BYTES]
-        return f"it copies {ROW_BYTES} bytes at a time, and a block has {odd[0]}" if odd else None
+        return f"blocks must have a multiple of {ROW_BYTES} bytes, got {odd[0]}" if odd else None
     q_dtype = jnp.dtype(problem.q_dtype)
     is_known = pool_dtype.name in _FLOATING or is_quantised(pool_dtype)
     if not is_known or q_dtype.name not in _FLOATING:
         names = ", ".join(_FLOATING)
         return (
-            f"it writes {names}, to pools of these dtypes, int8 or float8_e4m3fn, got {q_dtype} "
-            f"and pools of {pool_dtype}"
+            f"keys and values must be {names}, and pools one of these, int8 or float8_e4m3fn, got "
+            f"{q_dtype} and {pool_dtype}"
         )
     D, U, is_narrow = problem["D"], problem.value_dim, is_quantised(pool_dtype)
     if is_narrow and (D % WARP_LANES or U % WARP_LANES):
-        return f"it quantises rows of a multiple of {WARP_LANES} elements, got {D} and {U}"
+        return f"rows to quantise must have a multiple of {WARP_LANES} elements, got {D} and {U}"
     sizes = {size * x for size in (D, U, problem.lanes) for x in (2, pool_dtype.itemsize)}
     if any(size % ROW_BYTES for size in sizes):
-        return f"it copies rows of a multiple of {ROW_BYTES} bytes, got {sorted(sizes)}"
+        return f"rows must have a multiple of {ROW_BYTES} bytes, got {sorted(sizes)}"
     if K > MAX_BOX:
-        return f"it copies up to {MAX_BOX} KV heads, got {K}"
+        return f"pools must have at most {MAX_BOX} KV heads, got {K}"
     if problem.op == "write":
         rows = _round_up(K, max(rows_in_registers(K, D), _THREADS // math.gcd(_THREADS, D)))
         size = rows * (D if problem.shares_values else D + U)

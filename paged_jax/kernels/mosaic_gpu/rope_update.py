@@ -47,7 +47,7 @@ def refusal(problem: Problem) -> str | None:
     K, D = problem["K"], problem["D"]
     q_dtype, pool_dtype = jnp.dtype(problem.q_dtype), jnp.dtype(problem.pool_dtype)
     if D % (2 * WARP_LANES):
-        return f"it rotates halves of a multiple of {WARP_LANES} elements, got a head of {D}"
+        return f"half a head must have a multiple of {WARP_LANES} elements, got a head of {D}"
     boxes = _QueryBoxes(K, problem["H"] // K)
     size = boxes.count * padded_rows(boxes.num_heads, D)
     size *= q_dtype.itemsize + query_dtype(pool_dtype).itemsize

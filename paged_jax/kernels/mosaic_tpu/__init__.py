@@ -114,7 +114,7 @@ def refusal(problem: Problem) -> str | None:
             f"cache with a last dimension of {round_up_to_lanes(lanes)}, a multiple of {LANES}"
         )
     if C < 8 or C & (C - 1):
-        return f"block_size must be a power of two from 8, got {C}"
+        return f"the block size must be a power of two of at least 8, got {C}"
     if M > MAX_SCALARS:
         return (
             f"a row of the block table must fit scalar memory, {MAX_SCALARS} entries, got "
