@@ -436,7 +436,7 @@ class Problem:
         *,
         has_sinks: bool = False,
     ) -> Self:
-        """Describe a call. `dtype` is the attribute `q_dtype`."""
+        """Describe a call. `dtype` becomes the attribute `q_dtype`."""
         return cls(
             op=op,
             sizes=tuple(sizes.items()),

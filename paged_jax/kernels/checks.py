@@ -271,7 +271,7 @@ def checked_options(
 
 
 def static(function: str, name: str, value: Any, convert: Callable[[Any], Any]) -> Any:
-    """Convert a static argument to a Python number with `convert`, such as `float`. Keep None.
+    """Convert a static argument with `convert`, such as `float`. Return None unchanged.
 
     Raises:
       ValueError: the argument is traced, or cannot be converted.

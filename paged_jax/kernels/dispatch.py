@@ -396,8 +396,8 @@ class Dispatch:
         branches: dict[str, Callable[[Any], Any]] = {}
         platforms = (backend.platform for backend in BACKENDS.values())
         for platform in dict.fromkeys(each for each in platforms if each is not None):
-            # Choose by the properties of the call only. When this machine lowers the program, it
-            # checks whether it has compiled kernels.
+            # The choice depends only on the properties of the call. Whether this machine has
+            # compiled kernels is checked later, when it lowers the program.
             choice = _choose(self.problem, platform, lambda each, problem: each.refusal(problem))
             if choice.backend == "xla":
                 _logger.info("%s on %s: xla, because %s.", self.function, platform, choice.reason)

@@ -16,7 +16,7 @@ A query tile has B' chunks x T' queries, at most QUERIES in total::
                                                ->  k_bar, v_bar, added to one layer of the pool
 
 Loop bounds are dynamic, so the cost is proportional to the number of tokens. Temporary memory is
-one tile, and arrays of the size of q and of one layer of the pools. Gradients with respect to the
+one tile, plus arrays as large as q and as one layer of the pools. Gradients with respect to the
 pools are computed only if they are requested. If only the queries are differentiated, as in a
 policy gradient, no array of the size of a pool is allocated.
 """
@@ -36,8 +36,8 @@ from paged_jax.kernels.dispatch import Dispatch
 from paged_jax.kernels.opaque_call import typed_jit, without_index_checks
 from paged_jax.kernels.pool_format import wider_dtype
 
-# Maximum number of query tokens in a loop step. The tokens are a part of one long chunk, or they
-# are several short chunks.
+# Maximum number of query tokens in a loop step. They belong to one long chunk or to several short
+# chunks.
 QUERIES = 128
 # Maximum number of keys of a sequence in a loop step.
 TILE = 128
@@ -208,7 +208,7 @@ def differentiable_once(function: str, values: Any) -> Any:
 
     A custom VJP applies this to the inputs of its forward and of its backward pass, so that a
     second derivative raises an error. The message begins with `function`. `values` is a tree of
-    arrays and, for cotangents that are zero, of symbolic zeros.
+    arrays. Cotangents that are zero may be symbolic zeros.
     """
     message = (
         f"{function}: only the first derivative is implemented, got a second one. For higher "

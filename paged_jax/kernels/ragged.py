@@ -144,8 +144,8 @@ def ragged_paged_attention(
         a sequence may hold anything.
       cu_q_lens: integer ``[S + 1]``, cumulative query lengths: the first row of each sequence in
         `q`, and then the end of the last sequence; ascending from 0 to at most N.
-      num_seqs: integer ``[1]`` or ``[]``, number of sequences. They have the first rows of
-        `kv_lens` and `page_indices`. Later rows may hold anything.
+      num_seqs: integer ``[1]`` or ``[]``, number of sequences. Only this number of rows of
+        `kv_lens` and `page_indices` is read. Later rows may hold anything.
       sm_scale: factor of the scores; 1 by default, not ``D ** -0.5``. A Python number becomes a
         constant of the program. If it is a JAX array, traced or not, `q` is multiplied by it and
         rounded to the dtype of `q`.

@@ -34,8 +34,8 @@ _WARPS = 4
 
 # Maximum number of query heads of a thread block.
 _MAX_SLICE = 2 * MMA_COLUMNS
-# Minimum number of query heads of a thread block (or all heads of a KV head, if these are fewer).
-# With fewer heads, most columns of the `mma` instructions would be padding.
+# Minimum number of query heads of a thread block, unless a KV head has fewer. With fewer heads,
+# most columns of the `mma` instructions would be padding.
 MIN_SLICE = 4
 
 # Keys and values are copied in pieces of at most `_PIECE` lanes (elements of a head). Larger pieces
@@ -168,8 +168,8 @@ class SharedTiles(NamedTuple):
       k_scale: f32 ``[stages, T]``, ring buffer of the scales of the keys; None without scales.
       v_scale: f32 ``[stages, T]``, ring buffer of the scales of the values; None without scales, or
         if the keys contain the values.
-      values: ``[T, size]`` for each piece of a value, the values of a step of an 8-bit pool in the
-        dtype of `weights`; empty for other pools.
+      values: ``[T, size]`` for each piece of a value, the 8-bit values of a loop step, converted to
+        the dtype of `weights`; empty if the pool is not 8-bit.
       is_full: barriers of the steps in the ring buffers, completed when a step has been copied.
       q: ``[R, size]`` for each piece of a key, the queries. The output is later stored in their
         place.

@@ -51,9 +51,10 @@ def _as_rows(x: jax.Array) -> jax.Array:
 def is_seen_by(
     like: jax.Array, start: jax.Array, position: jax.Array, options: Options
 ) -> jax.Array:
-    """Return whether the query of each row sees each token, as a mask of the shape of `like`.
+    """Return a mask of the shape of `like`: whether the query of each row sees each token.
 
-    `position` has the position of the query of each row. The first token is at position `start`.
+    `position` contains the position of each row's query. `start` is the position of the first
+    token.
     """
     token = plgpu.broadcasted_iota(jnp.int32, like.shape, 1, layout=plgpu.Layout.WGMMA)
     distance = lax.broadcast_in_dim(position - start, like.shape, [0]) - token
@@ -95,7 +96,7 @@ def weigh(
 
 
 def _as_lanes(column: jax.Array, like: jax.Array) -> jax.Array:
-    """Broadcast a vector with one number per row to the shape of `like`."""
+    """Broadcast a vector with a number per row to the shape of `like`."""
     return lax.broadcast_in_dim(column, like.shape, [0])
 
 

@@ -287,8 +287,8 @@ def grouped_linear(
         format = TileFormat(w.format, K, dtype, tiling.inputs, bool(interpret))
     if w.order is not None:
         x = x[:, w.order]
-    # Each group has at most one tile that is not full. The rows without a group are treated as one
-    # more group.
+    # Maximum number of tiles: each group has at most one tile that is not full. The rows without a
+    # group are treated as one more group.
     num_tiles = R // tiling.rows + min(R, X + 1)
     call = pallas_call(
         functools.partial(_grouped_kernel, tiling=tiling, format=format),

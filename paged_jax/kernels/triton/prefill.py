@@ -179,7 +179,8 @@ def _tile_of_ragged(
     def of_sequence(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(index == sequence, x, 0), dtype=jnp.int32)
 
-    # Program instances compute the tiles of a sequence from the last tile to the first.
+    # Compute the tiles of a sequence from the last tile to the first, because the last tiles take
+    # longest.
     last = jnp.maximum(of_sequence(ends) - 1, program)
     sequence, query_len = jnp.minimum(sequence, B - 1), of_sequence(lens)
     return _ChunkTile(

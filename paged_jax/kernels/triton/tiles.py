@@ -102,7 +102,7 @@ def num_rows(group: int) -> int:
 
 
 def num_lanes(head_dim: int) -> int:
-    """Round `head_dim` up to the number of lanes of a tile, a power of two of at least 16."""
+    """Return the lanes of a tile: `head_dim` rounded up to a power of two, at least 16."""
     return max(pl.next_power_of_2(head_dim), SMALLEST_DOT)
 
 

@@ -78,8 +78,7 @@ def shape_of(args: AttentionArgs, options: Options) -> CallShape:
 
 OPS: Mapping[str, type[Params]] = {"decode": DecodeParams, "prefill": PrefillParams}
 
-# Name of an environment variable, which contains the path of a table to read instead of
-# `tuning.json`.
+# Environment variable with the path of a table to read instead of `tuning.json`.
 TABLE_VARIABLE = "PAGED_JAX_TUNING"
 
 
@@ -210,8 +209,8 @@ def programs_per_core(shape: CallShape, params: DecodeParams, device: GpuInfo) -
     step_bytes = params.step_tokens * (
         _token_lanes(shape) * jnp.dtype(shape.pool_dtype).itemsize + scale_bytes
     )
-    # Shared memory holds all stages except the current one, and 8 KB for the communication between
-    # threads.
+    # Shared memory contains the tiles of all stages except the current one, and 8 KB for the
+    # communication between threads.
     shared_bytes = (params.num_stages - 1) * step_bytes + 8 * 1024
     # Latent attention takes as many registers as groups of more than 16 query heads.
     is_large = shape.group > 16 or shape.value_dim > 0

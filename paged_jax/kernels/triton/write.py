@@ -62,10 +62,10 @@ from paged_jax.kernels.triton import tiles
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 
 # A program instance writes `_TILE` elements. In a `write`, it writes this number of elements of K
-# and of V each, that is, 16 rows of 128 elements. A decode step of 128 sequences with 8 heads then
-# has 64 program instances, with 4 loads of 16 bytes in flight per thread. In a `rope_write`, the
-# number counts elements of `qkv`: one head of 128 elements of 16 tokens. A decode step of 64
-# sequences with 32 + 2 * 8 heads then has 192 program instances.
+# and of V each, for example 16 rows of 128 elements. A decode step of 128 sequences with 8 heads
+# then has 64 program instances, with 4 loads of 16 bytes in flight per thread. In a `rope_write`,
+# these are elements of `qkv`, for example one head of 128 elements for 16 tokens. A decode step of
+# 64 sequences with 32 + 2 * 8 heads then has 192 program instances.
 _TILE = 2048
 _WRITE_WARPS = 4
 # A program instance of `copy_blocks` moves this number of 32-bit words at a time, 32 words per

@@ -187,7 +187,7 @@ def _matmul_in_halves(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _multiply_sum(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Multiply a single row by a weight by elementwise products and a sum.
+    """Multiply a single row by a weight, with elementwise products and a sum.
 
     A matmul would convert the whole weight to float32 first.
     """
