@@ -249,7 +249,7 @@ class LlamaConfig:
         _ = self.ropes  # `Rope` checks the sizes
 
     def _normalise(self) -> None:
-        """Replace per-layer tuples of default values by (), so that equal models compare equal."""
+        """Replace per-layer tuples of default values by (). Equivalent configs are then equal."""
         values = {
             "norm_placements": self.norm_placement,
             "qk_norm_layers": self.qk_norm,

@@ -110,8 +110,8 @@ def gated_mlp(
 def project_out(x: jax.Array, weights: LayerParameters, name: str) -> jax.Array:
     """Multiply `x` by the matrix ``{name}_proj``, and add ``{name}_bias`` if the layer has it.
 
-    If devices compute partial results, the caller adds the results of all devices. Each device then
-    adds its share of the bias.
+    With tensor parallelism, the caller adds the results of all devices. Therefore, each device adds
+    only its share of the bias.
     """
     out, bias = weights.linear(x, f"{name}_proj"), weights.optional(f"{name}_bias")
     if bias is None:

@@ -369,7 +369,7 @@ def find_gguf_tensors(file: GgufFile, config: LlamaConfig) -> dict[str, GgufTens
 
 
 def _name(entry: TensorEntry, config: LlamaConfig) -> Iterator[tuple[str, GgufTensor]]:
-    """Yield a tensor with its Hugging Face name. Tensors of experts are split by expert."""
+    """Yield the Hugging Face name of a tensor, and the tensor. Yield each expert separately."""
     match = _LAYER_NAME.fullmatch(entry.name)
     names = {**_LAYER, **_OTHER.get(config.model_type, {})}
     is_norm = entry.name.endswith("norm.weight")

@@ -119,7 +119,7 @@ class ModuleMatrix(QuantisedTensor):
     """Quantised matrix ``[out, in]`` that is stored as several tensors of a module.
 
     Attributes:
-      parts: the tensors, by the part of their name that follows the name of the module.
+      parts: the tensors, by name without the name of the module, such as ``".weight_scale"``.
       scheme: format of the matrix in the quantisation config.
     """
 

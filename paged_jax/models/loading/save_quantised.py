@@ -45,7 +45,7 @@ class QuantisedModule(NamedTuple):
     """Tensors and description of a quantised module that is written to a file.
 
     Attributes:
-      tensors: tensors of the module. In the keys, the name of the module is left out.
+      tensors: tensors of the module, by their names without the name of the module.
       kind: name of the format in compressed-tensors.
       weights: entry `weights` of the quantisation config.
     """
