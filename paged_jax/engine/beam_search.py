@@ -217,7 +217,7 @@ class BeamChoice:
 
     @property
     def is_done(self) -> bool:
-        """Whether the search is over, because no further token can change the best W beams."""
+        """Whether the search is over: no further token can change the best W beams."""
         if not self.beams or self.num_generated == self.max_tokens:
             return True
         if len(self._completed) < self.params.beam_width:

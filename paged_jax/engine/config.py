@@ -357,7 +357,8 @@ class EngineConfig:
     def uses_cascade(self, model_config: LlamaConfig, platform: str) -> bool:
         """Return whether decoding uses cascade attention.
 
-        With cascade attention, a step reads the blocks that all sequences share only once.
+        With cascade attention, a step reads a block once, not once per sequence, if all sequences
+        share the block.
 
         Args:
           model_config: the configuration of the model.

@@ -92,7 +92,7 @@ def _num_fitting_free_memory(device: Any, sizes: Sizes, footprint: Footprint) ->
         raise ValueError(
             f"Engine: a block of {sizes.block_size} tokens must fit the {budget} bytes of memory "
             f"for K and V, got {footprint.block} bytes{states}. Use a smaller block_size"
-            f"{' or fewer max_num_seqs' if states else ''}."
+            f"{' or max_num_seqs' if states else ''}."
         )
     return num_blocks
 

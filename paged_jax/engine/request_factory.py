@@ -330,7 +330,7 @@ def _as_list(token_ids: Any) -> list[Any]:
 def _is_unicode(text: str) -> bool:
     """Return whether a text can be encoded as UTF-8.
 
-    A Python string cannot if it contains lone surrogates, which stand for undecodable bytes.
+    A Python string with lone surrogates, which stand for undecodable bytes, cannot be encoded.
     """
     try:
         text.encode()

@@ -343,7 +343,7 @@ class ModelRunner:
             self.executor.run(call)
 
     def take_calls(self) -> list[Call]:
-        """Return the calls that `flush` would make; the caller must make them."""
+        """Return the calls that `flush` would make; the caller must make them instead."""
         blocks, calls = self._to_publish, []
         for start in range(0, len(blocks), PUBLISH_WIDTH):
             calls.append(self._publication(blocks[start : start + PUBLISH_WIDTH]))

@@ -94,9 +94,9 @@ def restrict_logits(
     is_begun = jnp.all((first < 0) | (first == recent[:, None]), axis=2)
     completing = jnp.where(is_begun, last, z.shape[1])
     row = jnp.arange(z.shape[0], dtype=jnp.int32)[:, None]
-    # The bad words must not exclude all tokens of a row. So count the tokens that they exclude and
-    # that are possible without them, each token once. It would be simpler to compare the logits
-    # before and after the exclusion, but this needs a copy of the logits.
+    # The bad words must not exclude all possible tokens of a row. So count the possible tokens that
+    # they exclude, each token once. It would be simpler to compare the logits before and after the
+    # exclusion, but this needs a copy of the logits.
     is_possible = z.at[row, completing].get(mode="fill", fill_value=-jnp.inf) > -jnp.inf
     is_same = completing[:, :, None] == completing[:, None]
     is_repeated = jnp.any(is_same & jnp.tri(is_same.shape[1], k=-1, dtype=jnp.bool_)[None], axis=2)

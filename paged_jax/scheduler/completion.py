@@ -140,7 +140,7 @@ class Completion:
     ) -> bool:
         """Append several tokens, if none of them can end the sample.
 
-        This is faster than a call of `append` for each token.
+        This is faster than calling `append` for each token.
 
         Args:
           token_ids: the tokens. The caller must check that none of them reaches the maximum length.

@@ -281,7 +281,7 @@ class Sequence:
     ) -> bool:
         """Append several tokens, if none of them can end the sequence.
 
-        This is faster than a call of `append` for each token. See `Completion.extend` for the
+        This is faster than calling `append` for each token. See `Completion.extend` for the
         arguments.
 
         Returns:

@@ -377,8 +377,8 @@ class Scheduler:
     def _preemption_rank(self, sequence: Sequence) -> tuple[int, bool, float, int, int]:
         """Return the sort key for preemption; the sequence with the lowest rank is preempted.
 
-        A sequence is preempted earlier if it has a worse priority, then if it has generated tokens
-        since it last resumed, then if its preemption costs less, then if it arrived later. Without
+        The criteria for the lowest rank, the most important first, are: a worse priority; tokens
+        generated since the sequence last resumed; a cheaper preemption; a later arrival. Without
         the second criterion, two sequences could preempt each other forever, without any progress.
         """
         has_progressed = len(sequence.token_ids) > sequence.length_before
