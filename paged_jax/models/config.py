@@ -351,7 +351,7 @@ class LlamaConfig:
 
     @functools.cached_property
     def kv_sources(self) -> tuple[int, ...]:
-        """For each layer, the index of the layer that computes the keys and values it reads."""
+        """For each layer, index of the layer that computes its keys and values (often itself)."""
         owners = {
             kind: layer for layer, kind in enumerate(self.layer_kinds) if not self.shares_kv[layer]
         }

@@ -261,7 +261,7 @@ def _text_part(config: Mapping[str, Any], text: InnerTextModel) -> Mapping[str, 
 
 
 def _base_architecture(architecture: str) -> str:
-    """Return the transformers class without output head for a class with output head.
+    """Return the transformers class that is `architecture` without its output head.
 
     Example:
       >>> _base_architecture("Qwen3ForCausalLM"), _base_architecture("Gemma3ForCausalLM")
@@ -384,7 +384,10 @@ def _check_supported(config: Mapping[str, Any], family: Family) -> None:
 
 
 def _read_switches(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return fields that only some families have, either fixed or read from the config."""
+    """Return the fields that only some families have.
+
+    Their values are fixed by the family, or read from the config.
+    """
     switches: dict[str, Any] = dict(family.fixed)
     switches |= {
         cap: read_number(config, cap) for cap in family.caps if config.get(cap) is not None

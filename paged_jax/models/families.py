@@ -470,7 +470,7 @@ FAMILIES: dict[str, Family] = {
     **RECURRENT_FAMILIES,
 }
 
-# Additional values of `model_type`. Each is mapped to the key of its family in `FAMILIES`.
+# Other values of `model_type`, each with the key of its family in `FAMILIES`.
 ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 
 # Models with images, by `model_type`.

@@ -23,9 +23,9 @@ class UnsupportedConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """A factor in `LlamaConfig` that ``config.json`` stores as another power.
+    """A factor in `LlamaConfig` that is a power of a number in ``config.json``.
 
-    The factor is ``number ** power``, where ``number`` is the entry of ``config.json``.
+    The factor is ``number ** power``.
 
     Attributes:
       field: field of `LlamaConfig` with the factor.
@@ -44,11 +44,11 @@ class Scale:
     power: float = 1
 
     def read(self, number: float) -> float:
-        """Convert a number in ``config.json`` to the factor."""
+        """Return the factor for a number in ``config.json``."""
         return float(number**self.power)
 
     def write(self, factor: float) -> float:
-        """Convert a factor to the number in ``config.json``. A whole number becomes an int."""
+        """Return the number in ``config.json`` for a factor. A whole number becomes an int."""
         # Rounding to 14 digits hides the error of the power, and keeps every number that a person
         # would write.
         number = float(f"{factor ** (1 / self.power):.14g}")

@@ -373,7 +373,10 @@ class Layer(nnx.Module):
         return x + multiply(out, self.config.residual_multiplier)
 
     def _finish(self, x: jax.Array, out: jax.Array, embed: Embed | None) -> jax.Array:
-        """Add the layer's last output and its gated token embeddings to `x`, and scale the sum."""
+        """Add the last output `out` of the layer to `x`, then `embed` of the sum, and scale.
+
+        `embed` returns the gated embeddings of the tokens; None if the layer has none.
+        """
         x = self._add(x, out)
         x = x if embed is None else x + embed(x)
         if not self.config.layer_scalar:

@@ -404,9 +404,9 @@ def latent_heads(
 ) -> Heads:
     """Project hidden states to the queries and cached vectors of latent attention.
 
-    The queries are already multiplied by the transpose of A. `rotation` holds cosines and sines,
-    both ``[..., rotated / 2]``, and factors of the queries, ``[...]`` or None. If `sm_scale` is
-    None, it is ``latent.query_dim ** -0.5``.
+    The returned queries are already multiplied by the transpose of A, see the module docstring.
+    `rotation` holds cosines and sines, both ``[..., rotated / 2]``, and a factor of each token's
+    queries, ``[...]`` or None. If `sm_scale` is None, it is ``latent.query_dim ** -0.5``.
     """
     cos, sin, query_scale = rotation
     q_rank, R, nope = latent.q_lora_rank, latent.kv_lora_rank, latent.qk_nope_head_dim
@@ -429,10 +429,11 @@ def latent_heads(
 
 
 def _fold_keys(q: jax.Array, w: Matrix) -> jax.Array:
-    """Multiply each head's query by the transpose of A: ``[..., H, nope]`` to ``[..., H, R]``.
+    """Multiply each head's query by the transpose of its matrix A, see the module docstring.
 
-    `w` holds A and B of each head. Queries are padded with zeros and multiplied by both, because a
-    slice of `w` that holds only A would be a copy.
+    The queries ``[..., H, qk_nope_head_dim]`` become ``[..., H, R]``. `w` holds A and B of each
+    head. The queries are padded with zeros and multiplied by A and B together, because a slice of
+    `w` that holds only A would be a copy.
     """
     if isinstance(w, LayerWeights):
         return w.apply(_fold_keys, q)

@@ -60,9 +60,9 @@ class LatentSizes(NamedTuple):
       kv_lora_rank: elements of the latent vector of keys and values.
       qk_nope_head_dim: number of elements of a query or key that are not rotated.
       qk_rope_head_dim: number of elements of a query or key that are rotated.
-      v_head_dim: elements of a value of a head.
-      num_copies: number of devices with tensor parallelism. Each device keeps a copy of the vectors
-        of all tokens.
+      v_head_dim: number of elements of a head's value.
+      num_copies: number of copies of the cached vectors. With tensor parallelism, each device has a
+        copy of the vectors of all tokens.
     """
 
     q_lora_rank: int

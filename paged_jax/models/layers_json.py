@@ -131,7 +131,7 @@ def read_mlp_types(config: Mapping[str, Any], keys: MixerKeys) -> tuple[str, ...
 def _default_layer_types(
     config: Mapping[str, Any], keys: MixerKeys, num_layers: int
 ) -> tuple[str, ...]:
-    """Return the layer types for a config without a list of layer types."""
+    """Return the layer types for a config that does not list them."""
     layers, value = range(num_layers), config.get(keys.attention_layers)
     if is_int(value) and value > 0:
         kinds = [RECURRENT if (layer + 1) % value else FULL for layer in layers]
@@ -312,8 +312,8 @@ def read_global_heads(
         others = {layer for layer, changed in layers.items() if changed} - {*full}
         if others or any(each != changes[0] for each in changes):
             raise UnsupportedConfigError(
-                "LlamaConfig: per_layer_config must change all layers without a sliding window in "
-                f"the same way, and no other layers, got {given!r}."
+                "LlamaConfig: per_layer_config must contain the same values for all layers without "
+                f"a sliding window, and none for other layers, got {given!r}."
             )
         [first, *_] = changes or [{}]
         head_dim, heads = (

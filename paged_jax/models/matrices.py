@@ -39,7 +39,7 @@ from paged_jax.models.quantise import quantise
 # Suffixes in the names of parameters that hold the scales, minima and input order of a matrix.
 SUFFIXES = SCALE, MIN, ORDER = "_scale", "_min", "_order"
 
-# Number of lanes of a TPU vector register, the number of elements in one of its rows.
+# Number of lanes of a TPU vector register: each of its rows has this number of elements.
 _TPU_LANES = 128
 
 # Whether a model is created only to find the shapes of its parameters, see `only_shapes`.
@@ -157,7 +157,7 @@ def get_matrix(
     """
     whole = None
     if stack is not None and layer is not None:
-        # `module` is a slice of the stack. Gradients must flow only through the slice.
+        # `module` is a slice of the stack. Gradients must flow through the slice, not the stack.
         whole = Stack(lax.stop_gradient(_parameters(stack, name)), layer)
     code = format.code if format.is_packed else None
     return Weight(*_parameters(module, name), stack=whole, code=code, dtype=jnp.dtype(dtype))
@@ -193,7 +193,7 @@ class LayerParameters:
         return self.vector(name) if hasattr(self.layer, name) else None
 
     def matrix(self, name: str) -> Matrix:
-        """Return a matrix, or a `LayerWeights` of all layers if the matrices are not stacked."""
+        """Return a matrix; in a scan over unstacked matrices, a `LayerWeights` of all layers."""
         layer, dtype = self.layer, self.layer.float_dtype
         if hasattr(layer, name):
             return get_matrix(layer, name, layer.formats[name], dtype, self.stack, self.index)
@@ -255,9 +255,9 @@ def _take_from_lanes(table: jax.Array, token_ids: jax.Array) -> jax.Array:
 
     If E is not a multiple of 128, XLA stores the table with V along the lanes, because this layout
     needs less padding. A gather then copies the whole table (gpt-oss 20B on 16 v5e chips: 74 MB,
-    jax 0.10.2 to 0.12.0). Instead, read an aligned block of 128 rows for each token, unless the
-    blocks are larger than the table, and select a row of each block. The copy is prevented by a
-    layout constraint on the block, but not by a constraint on the table.
+    jax 0.10.2 to 0.12.0). Instead, read an aligned block of 128 rows for each token, and select a
+    row of each block. If these blocks together are larger than the table, gather the rows anyway. A
+    layout constraint on the block prevents the copy, but a constraint on the table does not.
     """
     (V, E), (N,) = table.shape, token_ids.shape
     if E % _TPU_LANES == 0 or N * _TPU_LANES > V:
@@ -288,8 +288,8 @@ _OTHER_MATRICES = (
     "embed_tokens", "embed_tokens_per_layer", "per_layer_gate", "laurel_left", "laurel_right",
     "lm_head", "router", "shared_expert_gate",
 )  # fmt: skip
-# Matrices of the per-layer embeddings. They are never quantised: the table is large, but a step
-# reads only few of its rows, and the other matrices are small.
+# Matrices of the per-layer embeddings. They are never quantised, because a step would hardly become
+# faster: it reads only few rows of the large table, and the other matrices are small.
 _PER_LAYER = (
     "embed_tokens_per_layer", "per_layer_model_proj", "layers.per_layer_gate",
     "layers.per_layer_proj",
@@ -401,7 +401,7 @@ class MatrixFormats:
 
     @property
     def differing(self) -> tuple[str, ...]:
-        """Names, such as ``"o_proj"``, of the matrices with formats that differ by layer."""
+        """Names, such as ``"o_proj"``, of matrices with different formats in different layers."""
         kinds = {_LAYER.sub("", name) for name, _ in self.others if _LAYER.match(name)}
         return tuple(sorted(kinds))
 
@@ -424,7 +424,7 @@ class MatrixFormats:
         return _E2M1_NAMES.get(size or 0, code) if code == "e2m1" else _NAMES.get(code, code)
 
     def of_layer(self, index: int | None) -> "MatrixFormats":
-        """Return the formats of one layer, by the matrix's name in the layer, like ``"o_proj"``.
+        """Return the formats of one layer, with names such as ``"o_proj"`` for its matrices.
 
         Args:
           index: index of the layer; None for the stack of all layers. In the stack, a matrix has

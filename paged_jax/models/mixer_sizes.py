@@ -55,7 +55,8 @@ class Mixer:
     divided: ClassVar[tuple[str, ...]]
     # Noun in error messages for the parts that are divided over devices, such as "channels".
     parts: ClassVar[str]
-    # Names of `pieces` that are copied to all devices that share a group, see `widen`.
+    # Names of `pieces` that belong to a whole group. If several devices share a group, each has a
+    # copy of these pieces, see `widen`.
     shared_pieces: ClassVar[frozenset[str]] = frozenset()
 
     def shapes(self, hidden_size: int) -> Mapping[str, Shape]:
@@ -75,10 +76,10 @@ class Mixer:
 
     @property
     def pieces(self) -> Mapping[str, Pieces]:
-        """For each fused parameter, the name of each piece and its number of rows per part.
+        """Pieces of each fused parameter: the name of each piece, and its number of rows.
 
-        The parts are the K key heads, groups or channels. Files may store the pieces as separate
-        tensors.
+        This is the number for a single key head, group or channel, see `num_parts`. Files may store
+        the pieces as separate tensors.
         """
         pieces = dict(self._pieces)
         biases = {"mixer_in_proj": "mixer_in_bias", "mixer_conv": "mixer_conv_bias"}

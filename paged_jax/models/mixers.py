@@ -56,9 +56,9 @@ class Mixed(NamedTuple):
 
 
 def mix(sizes: Mixer, x: jax.Array, weights: LayerParameters) -> Mixed:
-    """Project a layer's normalised inputs ``x [..., E]``, and return its recurrence over them.
+    """Project a layer's normalised inputs ``x [..., E]`` to the inputs of its recurrence.
 
-    The recurrence is not run here: the caller passes it to `attend`.
+    The recurrence is returned, but not run: the caller passes it to `attend`.
     """
     return _MIX[type(sizes)](sizes, x, weights)
 

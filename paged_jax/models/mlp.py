@@ -74,8 +74,8 @@ class Routes(NamedTuple):
     Attributes:
       experts: i32 ``[N, k]``, indices of the experts of each token, without repetition. The value
         X, the number of experts on this device, means that no expert of this device is used.
-      weights: float32 ``[N, k]``, weight of each chosen expert, a factor of its output or input,
-        see `Router.scales_inputs`.
+      weights: float32 ``[N, k]``, weight of each chosen expert. It multiplies the output of the
+        expert, or the input, see `Router.scales_inputs`.
     """
 
     experts: jax.Array
@@ -279,10 +279,10 @@ def route(
 
 
 def _choose(keys: jax.Array, num_chosen: int, *values: jax.Array) -> tuple[jax.Array, ...]:
-    """Choose the k experts with the largest keys, and return their elements of other arrays.
+    """Choose the k experts with the largest keys, and gather their elements of other arrays.
 
-    Keys are float32 ``[N, X]``. For each array in `values`, ``[N, X]`` or ``[1, X]``, the result is
-    an array ``[N, k]``, in descending order of the keys.
+    Keys are float32 ``[N, X]``. From each array in `values`, ``[N, X]`` or ``[1, X]``, the elements
+    of the chosen experts are gathered: ``[N, k]``, in descending order of the keys.
 
     For few tokens, the rank of an expert is found by comparing its key with all other keys. XLA can
     fuse this with the surrounding operations, which is not possible for the sort in
@@ -304,7 +304,7 @@ def _choose(keys: jax.Array, num_chosen: int, *values: jax.Array) -> tuple[jax.A
 def _weights_of_logits(
     logits: jax.Array, top: jax.Array, router: Router, *, renormalise: bool
 ) -> jax.Array:
-    """Return the weights ``[N, k]``, if the experts with the largest logits are chosen.
+    """Return the weights ``[N, k]`` of the chosen experts, which have the largest logits.
 
     ``logits [N, X]`` are the logits of all experts. ``top [N, k]`` are the logits of the chosen
     experts in descending order. Both are float32.

@@ -330,7 +330,7 @@ class PagedModel(nnx.Module):
         cascade: bool = False,
         backend: str | None = None,
     ) -> tuple[jax.Array, GroupPools]:
-        """Run a decode step like `decode`, for tokens with blocks that are already reserved.
+        """Run a decode step like `decode`, but with blocks that the caller has already reserved.
 
         Args:
           pools: pools of each group of the cache, see `PagedCache.group_pools`. Donate them in

@@ -18,14 +18,14 @@ from paged_jax.models.model_folder import read_config_json, read_json
 
 # Keys of config.json that may hold a quantisation config. MLX writes the first two of them.
 QUANTISATION_KEYS = ("quantization", "quantization_config", "compression_config")
-# Files of older tools with a quantisation config, and the method to assume if the file names none.
+# Quantisation configs of older tools, and the method to assume if the file does not state it.
 _FILES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
 }
 
-# Keys that have no effect on the weights, for each method.
+# For each method, keys of its quantisation config that do not affect the weights.
 _FP8_KEYS = ("quant_method", "dequantize", "modules_to_convert", "activation_scale_ub")
 _TOOL_KEYS = (
     "quant_method", "method", "act_group_aware", "adapter_config", "autoround_version", "backend",
@@ -219,7 +219,7 @@ class Entries:
         return value
 
     def names(self, *keys: str) -> tuple[str, ...]:
-        """Return the concatenation of the lists of names under several keys."""
+        """Return all names in the lists under several keys."""
         found: list[str] = []
         for key in keys:
             value = self.get(key)
@@ -236,7 +236,7 @@ class Entries:
         return None if value is None else Entries(value, f"{self.where}.{key}")
 
     def finish(self, harmless: Iterable[str] = ()) -> None:
-        """Check that entries that were not read have harmless keys, or are empty or false."""
+        """Reject unread entries, unless their key is harmless, or they are empty, false or 0."""
         for key, value in self.content.items():
             if key not in self._read and key not in harmless and value not in (None, False, "", 0):
                 if value != {} and value != []:
@@ -444,7 +444,7 @@ def _compressed_scheme(group: Entries, usual: str) -> Scheme | None:
 
 
 def _finish(entries: Entries, scheme: Scheme, harmless: Iterable[str], *keys: str) -> Quantisation:
-    """Check the remaining entries, and return a quantisation with one scheme for all modules."""
+    """Reject unread entries, and return a quantisation with one scheme for all modules."""
     ignored = _module_patterns(entries, entries.names(*keys))
     has_kv_scales = entries.get("kv_cache_scheme", "kv_cache_quant_method") is not None
     entries.finish(harmless)

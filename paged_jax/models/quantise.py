@@ -53,13 +53,13 @@ Array = TypeVar("Array", np.ndarray, jax.Array)
 _CHUNK = 1 << 18
 # Largest group size that the search supports. Sums over larger groups would overflow 32 bits.
 _MAX_GROUP = 32
-# Bits of the integers to which the elements of a group are scaled and rounded.
+# Number of bits of the integers to which the search scales and rounds the elements of a group.
 _BITS = 15
 # Lower bound of a group's exponent. With it, all powers of two in the search are normal float32
 # numbers. If all elements of a group are below 2**-116, its scale becomes 0.
 _MIN_EXPONENT = -100
-# Number of fractional bits in the fixed-point scales of int4 and uint4. A scale of 1 is one step of
-# the integers that represent the elements.
+# Number of fractional bits of the search's fixed-point scales, for int4 and for uint4. The unit of
+# these scales is one step of the `_BITS`-bit integers that represent the elements.
 _INT4_FRACTION, _UINT4_FRACTION = 7, 1
 # The search for int4 tries these values of (largest element of the group) / scale, with both signs.
 # Negative scales represent some groups better, because the codes -8 .. 7 are not symmetric.
@@ -117,8 +117,8 @@ def _round_groups(groups: Any, format: WeightFormat) -> tuple[Any, Any, Any]:
     if format.min_dtype is not None:
         mins = groups.min(-1, keepdims=True).astype(jnp.dtype(format.min_dtype))
         groups = groups - mins.astype(np.float32)
-    # Multiply by reciprocals, because XLA also converts divisions to them, so that NumPy and JAX
-    # give equal bits. The lower bound of the scales keeps the reciprocals finite.
+    # Multiply by the reciprocal instead of dividing. XLA does this with divisions, so NumPy would
+    # otherwise give different bits. The lower bound of the scales keeps the reciprocals finite.
     largest = xp.abs(groups).max(-1, keepdims=True)
     scales = largest * np.float32(1 / _largest_number(format.code))
     scales = xp.maximum(scales, jnp.finfo(dtype).tiny).astype(dtype)
@@ -364,9 +364,9 @@ def _better(first: _Candidate, second: _Candidate) -> _Candidate:
 
 
 def _scales(candidate: _Candidate, fraction: int) -> Any:
-    """Return the best scale for the codes of each group, as a fixed-point number.
+    """Return the best scale of each group for its codes, as a fixed-point number.
 
-    It is int32 with `fraction` fractional bits.
+    The scales are int32 with `fraction` fractional bits.
     """
     xp = candidate.norm.__array_namespace__()
     magnitude = (xp.abs(candidate.projection) << fraction) // xp.maximum(candidate.norm, 1)

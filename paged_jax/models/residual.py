@@ -165,10 +165,11 @@ def split_streams(x: jax.Array, proj: Weight, backend: str | None) -> jax.Array:
 
 
 def merge_streams(x: jax.Array, proj: Weight, backend: str | None) -> jax.Array:
-    """Merge the streams after the last layer to hidden states ``[..., E]``.
+    """Merge the streams after the last layer into hidden states ``[..., E]``.
 
-    All streams but the first are projected by ``proj [n - 1, E, E]`` and scaled to the mean square
-    of the first. The result is the mean of all streams. ``x [..., n, E]`` is float32.
+    All streams but the first are projected by ``proj [n - 1, E, E]``, and scaled so that they have
+    the same mean square as the first stream. The result is the mean of all streams.
+    ``x [..., n, E]`` is float32.
     """
     *rows, n, E = x.shape
     by_stream = jnp.moveaxis(x.reshape(-1, n, E)[:, 1:], 1, 0)

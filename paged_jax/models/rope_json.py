@@ -86,8 +86,8 @@ def write_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
             SLIDING: {**(local_scaling or default), "rope_theta": local_theta or theta},
         }
         if family.partial_rope:
-            # The partial rotary factor applies only to layers without a window. The other entries
-            # apply to all layers, so they cannot express this.
+            # The partial rotary factor applies only to layers without a window. Only the entry
+            # `rope_parameters` can express this, because `rope_scaling` applies to all layers.
             written["rope_parameters"][FULL] |= partial
             del written["rope_scaling"]
     scale: QueryScale | None = fields["query_scale"]
@@ -218,7 +218,8 @@ def read_scaling(
     if rope.get("factor") is not None or rope_type in ("linear", "dynamic", "llama3"):
         fields["factor"] = read_number(rope, "factor")
     else:
-        # In files of Phi-3 and DeepSeek, the factor is the ratio of the two context lengths.
+        # By default, the factor is the ratio of the maximum and the original context length, for
+        # example in files of Phi-3.
         fields["factor"] = max_position_embeddings / fields["original_max_position_embeddings"]
     for key in ("beta_fast", "beta_slow"):
         if key in used and rope.get(key):  # null and 0 stand for the default, as in transformers

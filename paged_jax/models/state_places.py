@@ -36,11 +36,12 @@ GroupPools = tuple[Any, ...]
 
 
 class StatePlaces(NamedTuple):
-    """Pool entries with the states of a step's rows, see `StateTables`.
+    """Pool entries that the rows of a step read states from and write states to.
+
+    See `StateTables`. P is the number of entries.
 
     Attributes:
-      sources: i32 ``[B]``, entry that each row reads. P, the number of entries, stands for a state
-        of zeros.
+      sources: i32 ``[B]``, entry that each row reads; P for rows that start with a state of zeros.
       entries: i32 ``[B]``, entry that each row writes; P for rows that write nothing.
       switch_lengths: i32 ``[B]``, number of tokens after which each row writes to `next_entries`
         instead of `entries`, see `state_tables.plan_states`.

@@ -33,7 +33,7 @@ from paged_jax.models.matrices import (
     matrix_name,
 )
 
-# Name of the mesh axis of the devices over which a model is divided.
+# Name of the mesh axis along which a model is divided over devices.
 AXIS = "tp"
 
 _OF_VOCABULARY = ("embed_tokens", "embed_tokens_per_layer", "lm_head")
@@ -76,7 +76,7 @@ _DIVIDED = {
 _OF_HEADS = ("qkv_proj", "qkv_bias", "q_norm", "k_norm")
 # Parameters of recurrent layers that are copied to several devices like KV heads (`Mixer.widen`).
 _OF_MIXER = tuple(name for name in _DIVIDED if name.startswith("mixer_") and _DIVIDED[name] > 1)
-# Fields of a config that hold a number of KV heads. If the second is 0, it is not used.
+# Fields for the number of KV heads. The second is 0 if it is the same in all layers.
 _KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
 
 Convert = Callable[[jax.Array], jax.Array]
@@ -132,7 +132,7 @@ class DeviceShard:
         return self.all_reduce_sum(jnp.where(is_here[:, None], found, 0))
 
     def gather_logits(self, logits: jax.Array) -> jax.Array:
-        """Concatenate the devices' parts of the logits to the logits ``[..., V]`` of all tokens."""
+        """Gather each device's part of the logits, and return all logits ``[..., V]``."""
         axis = logits.ndim - 1
         return lax.all_gather(logits, self.axis_name, axis=axis, tiled=True)[..., : self.vocab_size]
 
@@ -283,7 +283,7 @@ class TensorParallel:
 
     @property
     def shard(self) -> DeviceShard:
-        """Argument `shard` of the model that each device runs, the same value on all devices."""
+        """Argument `shard` of the model on each device. It is the same on all devices."""
         return DeviceShard(AXIS, self.config.vocab_size, self.num_devices)
 
     def model_sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
@@ -421,7 +421,7 @@ def _kind(name: str) -> str:
 
 
 def _layer(name: str) -> int:
-    """Return the layer index in a parameter's name; 0 for a stack of equal layers."""
+    """Return the layer index in a parameter's name; 0 if the layers are stacked."""
     index = name.removeprefix("layers.").partition(".")[0]
     return int(index) if index.isdecimal() else 0
 

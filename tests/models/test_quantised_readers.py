@@ -440,16 +440,16 @@ HOSTILE = {
     "gptq: a plain weight too": (
         gptq,
         lambda tensors: {**tensors, "weight": np.zeros((OUT, IN), np.float32)},
-        r"weight does not exist in the format gptq",
+        r"weight must not exist, because .* has the format gptq",
     ),
     "gptq: no values": (gptq, with_("qweight", lambda x: x[:0]), "must have two dimensions"),
     "packed: absurd shape": (
         packed,
         with_("weight_shape", lambda x: np.int64([1 << 40, 1 << 40])),
-        r"4-bit values fill words of shape \[24, 8\], got \[1099511627776",
+        r"4-bit values that fill words of shape \[24, 8\], got \[1099511627776",
     ),
     "packed: negative shape": (
-        packed, with_("weight_shape", lambda x: -x), "weight_shape must describe a matrix"
+        packed, with_("weight_shape", lambda x: -x), "weight_shape must be the shape of a matrix"
     ),
     "packed: shape of floats": (
         packed, with_("weight_shape", lambda x: x.astype(np.float32)), "must be I64"

@@ -61,7 +61,7 @@ def find_sources(
     shapes: Mapping[str, tuple[int, ...]],
     rules: NameMap,
 ) -> dict[str, TensorSource]:
-    """Find the arrays of another definition that contain given parameters of this model.
+    """Find the source of each parameter of this model in the arrays of another definition.
 
     Args:
       function: function name for error messages.
@@ -130,10 +130,10 @@ def assemble(
 
 
 def _join(boxes: list[tuple[TensorMapping, jax.Array]], axis: int = 0) -> jax.Array:
-    """Concatenate the boxes of a parameter along `axis` and all later axes.
+    """Concatenate boxes of a parameter along `axis` and all later axes.
 
-    A box is a rectangular part of the parameter, see `TensorMapping`. Together, the boxes fill the
-    parameter.
+    A box is a rectangular part of the parameter, see `TensorMapping`. Together, the boxes must fill
+    the parameter or a rectangular part of it.
     """
     if len(boxes) == 1:
         return boxes[0][1]

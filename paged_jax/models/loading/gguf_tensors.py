@@ -76,7 +76,8 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
-    # In GGUF, one tensor holds all experts. A * in its Hugging Face names is an expert's number.
+    # In GGUF, one tensor holds the matrices of all experts. In Hugging Face checkpoints, each
+    # expert has its own tensor, and the expert's index replaces the *.
     "ffn_gate_exps": "mlp.experts.*.gate_proj",
     "ffn_up_exps": "mlp.experts.*.up_proj",
     "ffn_down_exps": "mlp.experts.*.down_proj",
@@ -129,7 +130,9 @@ class GgufTensor(QuantisedTensor):
     def of(
         cls, entry: TensorEntry, *, num_rotated_heads: int = 0, is_one_added: bool = False
     ) -> "GgufTensor":
-        """Create the tensor described by an entry of a file's header.
+        """Create a tensor from its entry in a file's header.
+
+        For the other arguments, see the class.
 
         Raises:
           WeightsError: the type is not supported.
@@ -269,7 +272,10 @@ def _read_q4_1(blocks: np.ndarray) -> _Arrays:
 
 
 def _fifth_bits(words: np.ndarray) -> np.ndarray:
-    """Convert each of the 32 bits in a block's 4 bytes to 0 or 16, ``[..., 2, 16]``."""
+    """Return the fifth bit of each of a block's 32 values, as 0 or 16, ``[..., 2, 16]``.
+
+    `words` contains these bits in 4 bytes per block, uint8 ``[..., 4]``.
+    """
     bits = np.unpackbits(words, axis=-1, bitorder="little")
     return bits.reshape(*words.shape[:-1], 2, 16) << 4
 
@@ -287,10 +293,14 @@ def _read_q5_1(blocks: np.ndarray) -> _Arrays:
 def _read_k_scales(blocks: np.ndarray) -> _Arrays:
     """Decode the scales and minima of the 8 groups in each block of Q4_K or Q5_K.
 
-    They are stored in 12 bytes as numbers of 6 bits. The scales of the first four groups are the
-    lower 6 bits of the bytes 0 to 3, and their minima are the lower 6 bits of the bytes 4 to 7. For
-    the other groups, the lower 4 bits are in the bytes 8 to 11 (scale, then minimum), and the upper
-    2 bits are the upper bits of the bytes 0 to 7.
+    They are numbers of 6 bits, which are stored in 12 bytes::
+
+        bytes 0 to 3     bits 0 to 5: scales of groups 0 to 3
+                         bits 6 and 7: two high bits of the scales of groups 4 to 7
+        bytes 4 to 7     bits 0 to 5: minima of groups 0 to 3
+                         bits 6 and 7: two high bits of the minima of groups 4 to 7
+        bytes 8 to 11    bits 0 to 3: four low bits of the scales of groups 4 to 7
+                         bits 4 to 7: four low bits of the minima of groups 4 to 7
     """
     scales, mins, rest = (blocks[..., 4 + i : 8 + i] for i in (0, 4, 8))
     scales = np.concatenate([scales & 63, rest & 15 | scales >> 6 << 4], axis=-1)
@@ -300,8 +310,8 @@ def _read_k_scales(blocks: np.ndarray) -> _Arrays:
 
 
 def _read_q4_k(blocks: np.ndarray) -> _Arrays:
-    # In the file, the two groups in 32 bytes are the low and high bits of the same bytes. `pack`
-    # puts each group into 16 bytes of its own.
+    # In the file, two groups share 32 bytes: one is in the low bits, the other in the high bits.
+    # `pack` puts each group into 16 bytes of its own.
     values = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 32))
     return pack(values), *_read_k_scales(blocks)
 

@@ -176,9 +176,9 @@ def _open(
     """Find the tensors of a model in a folder or file, and check their names and shapes.
 
     Returns:
-      A `ModelSpec` of the model without quantised matrices, with an untied head if the files
-      contain a different head; the tensors by name; and for each parameter of the model with
-      separate layers, its mappings to these tensors.
+      A `ModelSpec` of the model without quantised matrices; the tensors by name; and for each
+      parameter of the model with separate layers, its mappings to these tensors. The `ModelSpec`
+      has an untied head if the files contain a head that differs from the embeddings.
     """
     if is_gguf(folder):
         stored: Mapping[str, StoredTensor] = find_gguf_tensors(GgufFile.open(folder), config)

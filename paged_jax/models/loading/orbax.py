@@ -46,7 +46,7 @@ from paged_jax.models.quantise import change_format
 from paged_jax.monitoring import loading_bar
 
 _WEIGHTS, _FORMATS = "weights", "formats.json"
-# Number of bytes that are restored in one call. Each call takes some milliseconds in addition.
+# Number of bytes that are restored in one call. A call has an overhead of some milliseconds.
 _PART_BYTES = 1 << 28
 
 Shape = tuple[int, ...]
@@ -122,8 +122,8 @@ def load_checkpoint(
         formats = find_saved_formats(path, config, dtype=dtype, dequantise=dequantise)
     spec = ModelSpec(model_class, config, floats, scan_layers, sharding, formats)
     # If the format of a matrix changes, it is first restored in the saved format, and then
-    # converted. The conversion may change which matrices can be stacked. In this case, layers are
-    # kept separate until the conversion is done.
+    # converted. Matrices can only be stacked if they have the same format in all layers. If this
+    # changes for a matrix, keep the layers separate until the conversion is done.
     kept = own.with_floats(floats)
     stacks = scan_layers and kept.differing == formats.differing
     changed = dataclasses.replace(spec, scan_layers=stacks)

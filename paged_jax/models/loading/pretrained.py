@@ -44,7 +44,7 @@ from paged_jax.models.model_folder import describe_folder, read_config_json
 from paged_jax.models.quantisation import Quantisation, Scheme
 from paged_jax.models.tensor_parallel import divides_inputs
 
-# Values of `Scheme.reader` with which embeddings and the output head are quantised, too.
+# Formats (values of `Scheme.reader`) in which embeddings and the output head may be quantised, too.
 _OF_EMBEDDINGS = ("mlx", "mlx-mxfp4")
 
 
@@ -192,7 +192,7 @@ def _plan_formats(
 
 
 def _usual_format(scheme: Scheme) -> WeightFormat:
-    """Return the format of matrices with a scheme.
+    """Return the format that matrices with this scheme usually have.
 
     Quantisation configs do not contain the dtype of scales, so the usual dtype is assumed.
     """

@@ -216,10 +216,11 @@ class Mxfp4Experts(ModuleMatrix):
 class BitsandbytesMatrix(ModuleMatrix):
     """Matrix in the formats nf4 or fp4 of bitsandbytes.
 
-    Each block of 64 consecutive elements of the flattened matrix has a scale. In `WeightArrays`,
-    scales belong to groups of inputs, which must be smaller than the blocks if the number of inputs
-    is not a multiple of 64. With double quantisation, the scales are quantised themselves: they are
-    8-bit indices into a table, with scales per block and an offset.
+    The flattened matrix is divided into blocks of consecutive elements, by default 64, which share
+    a scale. If the block size does not divide the number of inputs, a block may contain elements of
+    two rows. The groups in `WeightArrays` never do, so they are then smaller than the blocks. With
+    double quantisation, a scale is stored as an 8-bit index into a table. The value in the table is
+    multiplied by a scale that a block of scales shares, and an offset is added.
     """
 
     required = (".weight", ".weight.absmax", ".weight.quant_map")

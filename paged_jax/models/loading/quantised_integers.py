@@ -70,7 +70,7 @@ class Int8Matrix(ModuleMatrix):
 class BitsandbytesInt8Matrix(ModuleMatrix):
     """Int8 matrix of bitsandbytes.
 
-    A weight is the stored value times the element of `SCB` for its row, divided by 127.
+    The tensor SCB has a number for each row. A weight is ``value * SCB[row] / 127``.
     """
 
     required = (".weight", ".SCB")
@@ -103,7 +103,7 @@ class BitsandbytesInt8Matrix(ModuleMatrix):
 class IntegerMatrix(ModuleMatrix):
     """Base class of matrices of unsigned integers with a zero point for each scale."""
 
-    # Name endings of two tensors: one holds the zero points, one the group of each input.
+    # Name endings of the tensor of zero points, and of the tensor with the group of each input.
     zeros: ClassVar[str]
     group_of_input: ClassVar[str] = ""
 
@@ -193,8 +193,9 @@ class CompressedIntegerMatrix(IntegerMatrix):
         num_outputs, num_inputs = stored.read_raw().tolist()
         if num_outputs != rows or math.ceil(num_inputs * self.scheme.bits / 32) != words:
             raise WeightsError(
-                f"load_weights: {stored.name} must describe a matrix whose {self.scheme.bits}-bit "
-                f"values fill words of shape [{rows}, {words}], got {[num_outputs, num_inputs]}."
+                f"load_weights: {stored.name} must be the shape of a matrix with "
+                f"{self.scheme.bits}-bit values that fill words of shape [{rows}, {words}], got "
+                f"{[num_outputs, num_inputs]}."
             )
         return num_outputs, num_inputs
 

@@ -33,9 +33,9 @@ FLOATS = ("F32", "BF16", "F16")
 # Smallest group size that the kernels support. Matrices with smaller groups are converted to
 # floats.
 _MIN_GROUP = 16
-_LOOKED_UP = 1 << 16  # values that `look_up` processes at a time
-# For each code, the factor that turns its numbers into integers. If a
-# matrix cannot be packed, these integers are stored as int8.
+_LOOKED_UP = 1 << 16  # number of values that `look_up` processes at a time
+# For each code, the factor that turns its numbers into integers. If a matrix cannot be packed,
+# these integers are stored as int8.
 _INTEGER_FACTORS = {"int4": 1, "uint4": 1, "e2m1": 2}
 
 
@@ -69,9 +69,10 @@ class GroupLayout(NamedTuple):
 
     @classmethod
     def of(cls, stored: np.ndarray) -> "GroupLayout":
-        """Return the layout with the largest groups that the groups in the file allow.
+        """Return the layout with the largest possible groups.
 
-        `stored` is the group of each input in the file.
+        All groups have the same size, and the inputs of each group have the same group in the
+        file. `stored` contains the index of each input's group in the file.
         """
         is_sorted = bool((np.diff(stored) >= 0).all())
         order = None if is_sorted else np.argsort(stored, kind="stable").astype(np.int32)
@@ -90,14 +91,14 @@ class GroupLayout(NamedTuple):
         )
 
     def spread(self, groups: np.ndarray) -> np.ndarray:
-        """Reorder the groups of a file, so that the result broadcasts with that of `by_group`.
+        """Convert numbers of the file's groups so that they broadcast with `by_group`'s result.
 
         Args:
           groups: ``[rows, groups]``, one number for each group in the file.
 
         Returns:
-          The numbers in float32: ``[rows, groups, 1]``, with the groups of `WeightArrays`, or
-          ``[rows, in]`` if the inputs are reordered.
+          float32 ``[rows, groups, 1]``, one number for each group in `WeightArrays`. If the inputs
+          are reordered, ``[rows, in]``, one number for each input.
         """
         groups = groups.astype(np.float32)
         return groups[:, self.groups, None] if self.order is None else groups[:, self.stored]
@@ -144,7 +145,7 @@ class ModuleMatrix(QuantisedTensor):
     def combine(
         cls, module: str, parts: Mapping[str, StoredTensor], scheme: Scheme
     ) -> "QuantisedTensor":
-        """Combine the tensors of a module to one quantised matrix.
+        """Combine the tensors of a module into one quantised matrix.
 
         Raises:
           WeightsError: a tensor is missing, not part of this format, or does not fit the others.
@@ -158,8 +159,8 @@ class ModuleMatrix(QuantisedTensor):
         for end in parts:
             if end not in cls.required + cls.optional:
                 raise WeightsError(
-                    f"load_weights: {parts[end].name} does not exist in the format "
-                    f"{scheme.reader}, which the quantisation config states for this matrix."
+                    f"load_weights: {parts[end].name} must not exist, because the quantisation "
+                    f"config states that {module} has the format {scheme.reader}."
                 )
         first = parts[cls.required[0]]
         matrix = cls(first.path, name, (), scheme.reader, parts, scheme)
@@ -218,7 +219,7 @@ class ModuleMatrix(QuantisedTensor):
         raise NotImplementedError
 
     def _group_index(self) -> np.ndarray:
-        """Return the group of each input in the file; by default, inputs are in group order."""
+        """Return each input's group in the file; by default, groups are consecutive inputs."""
         return np.arange(self.shape[1]) // self._group_size
 
     @functools.cached_property
@@ -227,7 +228,7 @@ class ModuleMatrix(QuantisedTensor):
 
     @functools.cached_property
     def format(self) -> WeightFormat:
-        """Format of the arrays that `read_arrays` returns; floats if no quantised format fits."""
+        """Format of the arrays that `read_arrays` returns; float32 if no quantised format fits."""
         layout, num_inputs = self._layout, self.shape[1]
         code, scale_dtype = self._code, self._scale_dtype
         if code in CODES and num_inputs % PACKED_INPUTS:
@@ -347,9 +348,9 @@ def powers_of_two(exponents: np.ndarray) -> np.ndarray:
 
 
 def look_up(table: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return ``table[values]``, computed a part at a time to save memory.
+    """Return ``table[values]``, computed in parts to save memory.
 
-    NumPy would convert all indices to int64.
+    NumPy converts the indices to int64, which would need 8 bytes per element of `values`.
     """
     out = np.empty(values.shape, table.dtype)
     flat, indices = out.reshape(-1), values.reshape(-1)

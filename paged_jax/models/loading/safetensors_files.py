@@ -106,7 +106,9 @@ def find_quantisation(folder: Path, config: LlamaConfig) -> Quantisation | None:
 
 
 def list_tensors(folder: Path) -> list[StoredTensor]:
-    """Return all tensors in a folder, in the order of the files, by reading only headers.
+    """Return the tensors in the safetensors files of a folder, one file after the other.
+
+    Only the headers of the files are read.
 
     Raises:
       WeightsError: the folder has no safetensors files, or a file is damaged.
@@ -132,7 +134,9 @@ def list_tensors(folder: Path) -> list[StoredTensor]:
 def name_tensors(
     tensors: Iterable[StoredTensor], config: LlamaConfig, quantisation: Quantisation | None
 ) -> dict[str, StoredTensor]:
-    """Select the tensors that belong to the model, by their names in `tensor_map`.
+    """Return the tensors of the model by their names in `tensor_map`; drop other tensors.
+
+    The tensors of a quantised matrix are combined into one.
 
     Raises:
       WeightsError: two tensors get the same name, or the tensors of a quantised matrix do not fit

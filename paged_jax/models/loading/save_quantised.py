@@ -58,7 +58,8 @@ class QuantisedModule(NamedTuple):
 def check_can_save(formats: MatrixFormats) -> None:
     """Check that compressed-tensors supports the formats of a model's matrices.
 
-    The values of minima are not checked, although some of them cannot be written.
+    Only the formats are checked. Some minima cannot be written: `quantised_module` raises an error
+    for them.
 
     Raises:
       SaveError: a format is not supported. The message names it and says what to do.
@@ -69,7 +70,7 @@ def check_can_save(formats: MatrixFormats) -> None:
         if format.has_order:
             raise SaveError(
                 "save_weights: compressed-tensors does not support matrices with reordered inputs, "
-                f"got {format.code} with an order. {_ADVICE}"
+                f"got such a matrix in the format {format.code}. {_ADVICE}"
             )
         if format.code in ("nf4", "fp4"):
             raise SaveError(

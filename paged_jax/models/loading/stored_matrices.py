@@ -49,7 +49,7 @@ from paged_jax.models.tensor_parallel import divides_inputs
 # Number of elements per read, which is 8 or 16 MB. This is little memory compared with a model. It
 # is large enough to make the cost of opening the file for each read negligible.
 READ_ELEMENTS = 1 << 22
-# Maximum number of layers that are read at the same time. Each needs memory for `READ_ELEMENTS`.
+# Maximum number of layers to read at the same time, each in parts of `READ_ELEMENTS` elements.
 _MAX_THREADS = 4
 
 Index = tuple[slice, ...]
@@ -174,7 +174,7 @@ class StoredMatrix:
                 yield place, index, convert(arrays, tensor.format, self.format)
 
     def _quantise(self, starts: Shape, stops: Shape) -> Iterator[tuple[Index, Any, WeightArrays]]:
-        """Yield arrays like `_keep`, made by quantising the floats of the files."""
+        """Quantise the floats that the files contain. The results are as in `_keep`."""
         step = max(1, READ_ELEMENTS // math.prod(self.shape[1:]))
         for first in range(starts[0], stops[0], step):
             last = min(first + step, stops[0])
@@ -274,19 +274,18 @@ def _read_transposed(
 def _runs_of_rows(
     mapping: TensorMapping, part: Index, row_elements: int
 ) -> Iterator[tuple[slice, Any]]:
-    """Divide the rows in a part of a mapping's box into runs that are consecutive in the file.
+    """Divide a part of a mapping's box into runs of rows that are consecutive in the file.
 
     Args:
       mapping: a mapping without `axes`.
-      part: slices of the dimensions of the box that count rows, see `num_row_axes`.
-      row_elements: number of elements to read per row, from which the maximum length of a run
-        follows.
+      part: slices of the first `num_row_axes` dimensions of the box, which count rows.
+      row_elements: number of elements to read per row. A run has at most `READ_ELEMENTS` elements.
 
     Yields:
       The rows of the tensor that form a run, and their index in the part.
     """
     rows = mapping.rows[part]
-    # Sort by the row in the file. Rows that `row_order` has permuted can then be read in one run.
+    # Sort by the row in the file. Otherwise, rows permuted by `row_order` would not form runs.
     places = np.argsort(rows, axis=None)
     rows_in_file = rows.ravel()[places]
     max_rows = max(1, READ_ELEMENTS // row_elements)
@@ -301,7 +300,7 @@ def _runs_of_rows(
 def _overlaps(
     mappings: list[TensorMapping], starts: Shape, stops: Shape
 ) -> Iterator[tuple[TensorMapping, Index, Index]]:
-    """Find the mappings that fill some elements of a part of a parameter.
+    """Find the mappings of a parameter with boxes that overlap a part of the parameter.
 
     Args:
       mappings: mappings of the parameter.
@@ -309,7 +308,7 @@ def _overlaps(
       stops: index after the end of the part in the same dimensions.
 
     Yields:
-      A mapping, the index of these elements in its box, and their index in the part.
+      A mapping, the index of the overlap in its box, and the index of the overlap in the part.
     """
     for mapping in mappings:
         low = tuple(map(max, starts, mapping.box_start))
@@ -336,7 +335,7 @@ def aligned_empty(shape: Shape, dtype: np.dtype) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-# The field of `WeightArrays` for each suffix of parameter names; no suffix for the values.
+# Field of `WeightArrays` for each suffix of parameter names. The suffix of the values is empty.
 _FIELDS: dict[str, str] = dict(zip(("", *SUFFIXES), WeightArrays._fields, strict=True))
 
 

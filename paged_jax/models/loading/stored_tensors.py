@@ -32,7 +32,7 @@ _NUMPY_DTYPES = {
         "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
     }.items()
 }  # fmt: skip
-_CHECKED = 1 << 16  # floats that `is_finite` checks at a time
+_CHECKED = 1 << 16  # number of floats that `is_finite` checks at a time
 _EXPONENT_BITS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 
 
@@ -92,7 +92,7 @@ class StoredTensor:
         return values
 
     def read_raw(self, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """Read a part of the tensor in the dtype of the file, without checks of its values.
+        """Read a part of the tensor in the dtype of the file. Its values are not checked.
 
         Args:
           index: slices of the first dimensions; other dimensions are read completely.
@@ -307,7 +307,7 @@ class TensorMapping:
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """Index of the box in the parameter."""
+        """Slices that select the box in the parameter."""
         return tuple(map(slice, self.box_start, self.box_end))
 
     @property

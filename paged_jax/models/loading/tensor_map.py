@@ -241,7 +241,10 @@ def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, 
 def _norm_mappings(
     config: LlamaConfig, names: Mapping[str, str], row_order: tuple[int, ...] | None
 ) -> dict[str, Mappings]:
-    """Return the mappings of the norms of queries and keys. `row_order` is that of their rows."""
+    """Return the mappings of the weights of the query and key norms.
+
+    `row_order` is the order of a head's rows, see `head_order`.
+    """
     D, H, K = config.head_dim, config.num_attention_heads, config.num_key_value_heads
     q_norm, k_norm = names["q_norm"], names["k_norm"]
     if config.qk_norm_scope == "own":
@@ -315,7 +318,7 @@ def _qkv_mappings(
     *,
     is_bias: bool = False,
 ) -> Mappings:
-    """Return the mappings of ``qkv_proj`` or ``qkv_bias`` to one fused tensor or to three.
+    """Return the mappings of ``qkv_proj`` or ``qkv_bias`` to one fused or three tensors.
 
     Files may have a fused tensor for the weights, but not for the biases. `row_order` is the result
     of `head_order`.

@@ -209,7 +209,7 @@ class ChatTemplate:
 
 
 def read_templates(folder: Path, config: Mapping[str, object]) -> tuple[str | None, str | None]:
-    """Return the sources of a model's chat template and template for tools, each None if missing.
+    """Return a model's chat template, and its template for chats with tools; None if missing.
 
     If the files ``chat_template.jinja`` and ``additional_chat_templates/tool_use.jinja`` exist,
     they contain the templates. Otherwise, ``tokenizer_config.json`` contains a single template, or
@@ -386,7 +386,7 @@ def _without_nulls(tool: Any) -> Any:
 
 
 def _with_arguments(call: Any) -> Any:
-    """Return a tool call with arguments that are parsed from JSON text, if possible."""
+    """Parse the arguments of a tool call from JSON text, if possible, and return the call."""
     if not isinstance(call, dict):
         return call
     if isinstance(call.get("function"), dict):
@@ -407,13 +407,16 @@ def _with_arguments(call: Any) -> Any:
     )
 
 
-# Fields in which a message may have the reasoning that precedes its text. A template reads only one
-# of these fields.
+# Fields of a message that may contain the reasoning before its text. Each template reads only one
+# of them.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message, with any reasoning in both ``thinking`` and ``reasoning_content``."""
+    """Return the message with its reasoning in ``thinking`` and in ``reasoning_content``.
+
+    A message without reasoning is returned unchanged.
+    """
     given = next((message[key] for key in _REASONING if message.get(key)), None)
     if given is None:
         return message

@@ -58,11 +58,11 @@ class GenerationConfig:
     Attributes:
       path: the file that was read; None if the folder has no such file.
       eos_token_ids: tokens that end a text.
-      sampling_defaults: recommended values, by their names in `SamplingParams`. If the file does
-        not say how to sample, there are no values for the `DRAWING_OPTIONS`.
+      sampling_defaults: recommended sampling parameters, by their names in `SamplingParams`. They
+        include none of the `DRAWING_OPTIONS` if the file does not say how to sample.
       suppress_tokens: tokens that are never generated.
       begin_suppress_tokens: tokens that must not be the first generated token.
-      bad_words_ids: tokens that are never generated, except end tokens among them.
+      bad_words_ids: tokens that are never generated, unless they are end tokens.
       sequence_bias: biases that are added to the logits, by token id.
     """
 

@@ -114,7 +114,7 @@ class _TokenizerReader:
         }
 
     def _byte_level(self) -> tuple[tokenizers.Tokenizer, bool]:
-        """Build a byte-level BPE tokenizer, and find out whether it adds BOS by default."""
+        """Return a byte-level BPE tokenizer, and whether it adds BOS by default."""
         name = self._get("pre") or "default"
         pre = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
         if pre is None:
@@ -297,7 +297,7 @@ _SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 def _cl100k(digits: str) -> str:
     """Return the regular expression of GPT-4's tokenizer.
 
-    `digits` is the regular expression for words of digits.
+    `digits` is the regular expression for sequences of digits.
     """
     return (
         rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
@@ -309,7 +309,7 @@ def _o200k(digits: str, suffixes: str) -> str:
     """Return the regular expression of GPT-4o's tokenizer, which also splits before capitals.
 
     Args:
-      digits: regular expression for words that consist of digits.
+      digits: regular expression for sequences of digits.
       suffixes: regular expression for suffixes of words, such as "'s".
     """
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"

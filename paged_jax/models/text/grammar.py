@@ -395,7 +395,7 @@ def _compiled(tokenizer: "LLTokenizer", source: str, fuel: int) -> "LLMatcher":
 
 
 def _new_matcher(tokenizer: "LLTokenizer", source: str, fuel: int) -> "LLMatcher":
-    """Return a matcher before the first token, without checks. Callers must check `is_error`."""
+    """Return a new matcher for the grammar `source`. Callers must check `is_error`."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(initial_lexer_fuel=fuel)

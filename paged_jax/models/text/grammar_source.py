@@ -122,7 +122,7 @@ def split_labels(constraint: StructuredOutputsParams, text: str) -> tuple[Sequen
     shorter, end, num_wasted = "", 0, 0
     for match in _LABELS.finditer(text):
         start = match.end()
-        if start < end:  # inside an enum or union that was already parsed
+        if start < end:  # the match is inside an enum or union that was already parsed
             continue
         # Stop reading unions after a while: in a hostile schema with nested unions, each outer
         # union would read the inner unions again.

@@ -1,4 +1,7 @@
-"""Simplification of JSON schemas: annotations, references, `allOf`, closed objects."""
+"""Simplification of JSON schemas, so that they can be compiled to grammars.
+
+It removes annotations, follows references, merges `allOf`, and forbids unlisted properties.
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -9,7 +12,7 @@ _ANNOTATIONS = frozenset({
     "$comment", "$schema", "default", "deprecated", "description", "example", "examples",
     "readOnly", "title", "writeOnly",
 })  # fmt: skip
-# Keys about properties of an object that are not listed, and keys that combine schemas.
+# Keys that allow or forbid unlisted properties of an object, and keys that combine schemas.
 _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 _JOINED = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "if", "dependentSchemas")
 
@@ -125,10 +128,10 @@ _MAX_GROWTH = 4
 
 
 def merged(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Join the objects in each `allOf`, and join references with the other keys next to them.
+    """Merge the objects in each `allOf`, and merge each reference with the keys next to it.
 
-    The result accepts the same texts. Recursive objects, and objects with keys that are not in
-    `_OBJECT_KEYS`, are not joined.
+    The result accepts the same texts as `schema`. Recursive objects, and objects with keys that are
+    not in `_OBJECT_KEYS`, are not merged.
 
     Example:
       >>> parts = [{"properties": {name: {}}, "required": [name]} for name in "ab"]

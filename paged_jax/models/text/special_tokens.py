@@ -184,8 +184,8 @@ class _SpecialTokens(NamedTuple):
     Attributes:
       named: tokens by name, such as ``"bos_token"``.
       extra: other special tokens, which have no name.
-      stated: the tokens that a file lists with their ids, by id.
-      file: name of the file that states these ids.
+      stated: tokens with an id in a file, by this id.
+      file: name of that file.
     """
 
     named: dict[str, tokenizers.AddedToken]

@@ -454,7 +454,7 @@ class Detokenizer:
         return self._hand_out(text, len(self._pending))
 
     def _settle(self, text: str) -> str:
-        """Return the final part of `text`, which ends with an incomplete or invalid character."""
+        """Return the beginning of the pending `text` that later tokens cannot change."""
         count = len(self._pending)
         splits = [self._split(at) for at in range(1, count)]
         for head, tail in splits:
@@ -470,7 +470,7 @@ class Detokenizer:
         return self._hand_out(splits[at - 1][0], at) if at else ""
 
     def _split(self, at: int) -> tuple[str, str]:
-        """Return the text of the first `at` pending tokens, and the text of all later tokens."""
+        """Decode the pending tokens in two parts: the first `at` tokens, and the later tokens."""
         head = self._decode(self._pending[:at], self._continues_text)
         return head, self._decode(self._pending[at:], self._continues_text or bool(head))
 

@@ -161,7 +161,8 @@ def find_support(render: Callable[..., str]) -> ToolSupport:
         try:
             return render([_QUESTION, *answer], tools=_TOOLS, add_generation_prompt=not answer)
         except ValueError:
-            return None  # tools count as supported, so that a real chat gets the template's error
+            # Treat tools as supported, so that a user's chat with tools gets the template's error.
+            return None
 
     asked = rendered()
     text = rendered({"role": "assistant", "content": _TEXT})
@@ -314,8 +315,9 @@ def _with_affixes(format: ToolFormat, gap: str | None, before: str) -> ToolForma
     """
     before = before.lstrip()
     if gap is None:
-        # The template writes only one call per message. A call can be recognised only by a marker
-        # before it, or as JSON at the start of an answer.
+        # The template writes only one call per message, so the text between calls is unknown. A
+        # call can then only be recognised by a marker before it, or because an answer starts with
+        # JSON.
         found = replace(format, before_name=before)
     else:
         gap = gap.removeprefix(format.after_value)
@@ -338,7 +340,7 @@ def _with_affixes(format: ToolFormat, gap: str | None, before: str) -> ToolForma
 
 
 def _with_ids(format: ToolFormat) -> ToolFormat:
-    """Replace the ids and indices of calls by placeholders, in all texts of `format`."""
+    """Return `format` with placeholders for the id and the index of a call in its texts."""
     texts = {
         name: value.replace(_PROBE_ID, ID) for name, value in vars(format).items()
         if isinstance(value, str)

@@ -159,7 +159,7 @@ class _Writer:
         return self.literal(format.before_key + name + format.after_key)
 
     def _value(self, rule: str, schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-        """Return the rule for the value of an argument and the text after the value."""
+        """Return the Lark rule for an argument's value and the text that follows it."""
         if self._format.kind == "python":
             return f"{rule}: {_python(schema, options)}"
         after = self._format.after_value

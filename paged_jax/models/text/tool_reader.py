@@ -114,8 +114,8 @@ class ToolReader:
             self._place = "python"
             return []
         found = self._head.match(self._buffer)
-        # The text after a name shows that the name is complete. If the format has no such text,
-        # wait for any other character.
+        # More characters of the name may still arrive. The name is complete if the match includes
+        # the text after a name, if another character follows, or if the answer is complete.
         if found and (found.end() < len(self._buffer) or is_last or self._format.after_name):
             self._buffer = self._buffer[found.end() :]
             return self._begin(found["name"])
@@ -210,14 +210,15 @@ class ToolReader:
         return self._leave(is_last or len(rest) > _MAX_HEAD, "")
 
     def _leave(self, is_over: bool, expected: str) -> list[AnswerDelta]:
-        """Continue in the state "text" if `is_over` is True, otherwise wait for more text.
+        """Return to the state "text" if the calls are over, otherwise wait for more text.
 
-        `expected` is a regular expression for the text that is still missing after the call.
+        `expected` is a regular expression for text that must follow the arguments, but has not
+        arrived completely; empty if nothing is missing.
         """
         if is_over:
             self._place, self._skips_space = "text", True
             if expected:
-                self._buffer = ""  # the answer ends with the beginning of `expected`: drop it
+                self._buffer = ""  # the answer was cut short within `expected`: drop the rest
         return []
 
     def _read_python(self, is_last: bool) -> list[AnswerDelta]:
@@ -239,7 +240,7 @@ class ToolReader:
 
 
 def _as_json(value: str) -> str:
-    """Convert a value in tags to JSON: a value that is not valid JSON becomes a string."""
+    """Convert the text of an XML value to JSON. Text that is not JSON becomes a string."""
     try:
         found = json.loads(value, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
