@@ -377,7 +377,7 @@ class LlamaConfig:
 
     @property
     def has_experts(self) -> tuple[bool, ...]:
-        """Whether each layer has experts instead of a dense MLP."""
+        """For each layer, whether it has experts instead of a dense MLP."""
         return tuple(kind == SPARSE for kind in self._mlp_kinds)
 
     @functools.cached_property

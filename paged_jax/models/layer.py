@@ -373,9 +373,10 @@ class Layer(nnx.Module):
         return x + multiply(out, self.config.residual_multiplier)
 
     def _finish(self, x: jax.Array, out: jax.Array, embed: Embed | None) -> jax.Array:
-        """Add the last output `out` of the layer to `x`, then `embed` of the sum, and scale.
+        """Return the layer's output: ``x + out``, plus token embeddings, times `layer_scalar`.
 
-        `embed` returns the gated embeddings of the tokens; None if the layer has none.
+        `out` is the output of the last sublayer. `embed` returns the gated embeddings of the tokens
+        for ``x + out``; None if the layer has none. `layer_scalar` is optional.
         """
         x = self._add(x, out)
         x = x if embed is None else x + embed(x)

@@ -117,8 +117,8 @@ def _round_groups(groups: Any, format: WeightFormat) -> tuple[Any, Any, Any]:
     if format.min_dtype is not None:
         mins = groups.min(-1, keepdims=True).astype(jnp.dtype(format.min_dtype))
         groups = groups - mins.astype(np.float32)
-    # Multiply by the reciprocal instead of dividing. XLA does this with divisions, so NumPy would
-    # otherwise give different bits. The lower bound of the scales keeps the reciprocals finite.
+    # Multiply by the reciprocal instead of dividing. XLA replaces divisions in this way, so NumPy
+    # would otherwise give different bits. Scales have a lower bound, so reciprocals are finite.
     largest = xp.abs(groups).max(-1, keepdims=True)
     scales = largest * np.float32(1 / _largest_number(format.code))
     scales = xp.maximum(scales, jnp.finfo(dtype).tiny).astype(dtype)

@@ -1,7 +1,6 @@
-"""Reading and writing of ``config.json`` entries about rotary and latent attention.
+"""Reading and writing of ``config.json`` entries about rotary embeddings and latent attention.
 
-The entries describe rotary embeddings and the sizes of latent attention. For the arguments and the
-errors, see `layers_json`.
+For the arguments and the errors, see `layers_json`.
 """
 
 import math
@@ -107,7 +106,7 @@ def write_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def read_latent(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the fields of a `LlamaConfig` that depend on latent attention."""
+    """Return the fields of a `LlamaConfig` that differ for models with latent attention."""
     if not family.has_latent:
         return {}
     sizes = {name: read_integer(config, name) for name in _LATENT_KEYS}

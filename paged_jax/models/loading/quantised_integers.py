@@ -163,7 +163,7 @@ class IntegerMatrix(ModuleMatrix):
     def _dequantise(self, rows: slice) -> np.ndarray:
         if not self._has_zeros:
             return super()._dequantise(rows)
-        # Subtract before multiplying, as the tools do: the order changes float32 results.
+        # Subtract first, like the tools that write these files: the order changes the rounding.
         scales = self._finite_groups(rows).scales
         numbers = self._read_unsigned(rows).astype(np.float32)
         grouped = self._layout.by_group(numbers)

@@ -300,7 +300,7 @@ def _explain_damage(path: Path) -> str:
 
 
 def _explain_missing(folder: Path) -> str:
-    """Return the second part of the error for missing weights, which describes the folder."""
+    """Describe a folder without weights, for the end of an error message."""
     if text := describe_folder(folder):
         return f".{text}"
     pickled = sorted(path.name for path in folder.glob("*.*") if path.suffix in _PICKLED)

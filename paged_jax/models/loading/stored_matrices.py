@@ -244,7 +244,7 @@ def read_box(
 def _read_tensor(
     tensor: StoredTensor, mapping: TensorMapping, part: Index, out: np.ndarray
 ) -> None:
-    """Write a part of a mapping's box into `out`, as floats. `part` selects the part."""
+    """Read the slices `part` of a mapping's box, and write them to `out` as floats."""
     if mapping.axes is not None:
         _read_transposed(tensor, mapping, part, out)
         return

@@ -131,7 +131,7 @@ class _TokenizerReader:
         return backend, pre.adds_bos
 
     def _pairs(self, merges: Texts) -> list[tuple[str, str]]:
-        """Split merges into pairs of tokens, and drop those with tokens outside the vocabulary.
+        """Split merges into pairs of tokens, and drop merges of tokens outside the vocabulary.
 
         llama.cpp drops the same merges.
         """

@@ -18,8 +18,8 @@ from tokenizers import processors
 
 from paged_jax.models.model_folder import read_json
 
-# Standard names of special tokens, in the order in which their tokens get ids. A model may have
-# other names. Each of them is a key that ends in "_token".
+# Standard names of special tokens, in the order in which their tokens get ids. A model may define
+# other names, which are keys of its config that end in "_token".
 _NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
 )  # fmt: skip
@@ -184,7 +184,7 @@ class _SpecialTokens(NamedTuple):
     Attributes:
       named: tokens by name, such as ``"bos_token"``.
       extra: other special tokens, which have no name.
-      stated: tokens with an id in a file, by this id.
+      stated: tokens for which a file states an id, by this id.
       file: name of that file.
     """
 

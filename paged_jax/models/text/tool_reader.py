@@ -51,9 +51,9 @@ class ToolReader:
         self._functions = {tool["function"]["name"]: tool["function"] for tool in tools}
         self._schemas: dict[str, dict[str, Any]] = {}  # schemas of arguments, by function name
         self._buffer = ""
-        # Position of the parser: in text, before the name of a call, in arguments, or after
+        # State of the parser: in text, before the name of a call, in arguments, or after
         # arguments.
-        self._place: Literal["text", "head", "json", "xml", "python", "after"] = "text"
+        self._state: Literal["text", "head", "json", "xml", "python", "after"] = "text"
         self._is_start = True
         self._skips_space = False  # white space between calls is ignored
         self._name = ""
@@ -82,21 +82,21 @@ class ToolReader:
         self._buffer += text
         deltas: list[AnswerDelta] = []
         while True:
-            before = self._place, self._buffer
-            deltas += getattr(self, f"_read_{self._place}")(is_last)
-            if before == (self._place, self._buffer):
+            before = self._state, self._buffer
+            deltas += getattr(self, f"_read_{self._state}")(is_last)
+            if before == (self._state, self._buffer):
                 return [delta for delta in deltas if delta.text]
 
     def _read_text(self, is_last: bool) -> list[AnswerDelta]:
         start = self._start
         if not self._format.mark:
             if self._is_start and self._buffer.startswith(start):
-                self._place, self._head, self._opened = "head", self._first, ""
+                self._state, self._head, self._opened = "head", self._first, ""
                 return []
             return self._content(self._buffer, "")
         before, found, after = self._buffer.partition(start)
         if found:
-            self._place, self._head, self._opened = "head", self._first, start
+            self._state, self._head, self._opened = "head", self._first, start
             return self._content(before, after)
         held = 0 if is_last else overlap(self._buffer, start)
         end = len(self._buffer) - held
@@ -111,7 +111,7 @@ class ToolReader:
 
     def _read_head(self, is_last: bool) -> list[AnswerDelta]:
         if self._format.kind == "python":
-            self._place = "python"
+            self._state = "python"
             return []
         found = self._head.match(self._buffer)
         # More characters of the name may still arrive. The name is complete if the match includes
@@ -123,12 +123,12 @@ class ToolReader:
             return []
         # The answer was cut short, or this is not a call. So treat the beginning of the call as
         # text.
-        text, self._buffer, self._place = self._opened + self._buffer, "", "text"
+        text, self._buffer, self._state = self._opened + self._buffer, "", "text"
         self._is_start = False
         return [AnswerDelta("content", text)]
 
     def _begin(self, name: str) -> list[AnswerDelta]:
-        self._place = "xml" if self._format.kind == "xml" else "json"
+        self._state = "xml" if self._format.kind == "xml" else "json"
         self._name, self._num_pairs, self._json = name, 0, _json_scanner()
         self._is_in_text = False
         return [AnswerDelta("call", name)]
@@ -140,7 +140,7 @@ class ToolReader:
         text = self._buffer if end < 0 else self._buffer[:end]
         self._buffer = self._buffer[len(text) :]
         if end >= 0:
-            self._place = "after"
+            self._state = "after"
         return [AnswerDelta("arguments", text)]
 
     def _read_xml(self, is_last: bool) -> list[AnswerDelta]:
@@ -158,10 +158,10 @@ class ToolReader:
                 self._buffer = rest
                 return [AnswerDelta("arguments", self._pair_start(key) + _as_json(value))]
         elif self._end.match(text):
-            self._place = "after"
+            self._state = "after"
             return [AnswerDelta("arguments", "}" if self._num_pairs else "{}")]
         elif len(rest) > _MAX_HEAD:
-            self._place = "text"
+            self._state = "text"
         if is_last:
             self._buffer = ""  # drop the last argument, which was cut short
         return []
@@ -216,7 +216,7 @@ class ToolReader:
         arrived completely; empty if nothing is missing.
         """
         if is_over:
-            self._place, self._skips_space = "text", True
+            self._state, self._skips_space = "text", True
             if expected:
                 self._buffer = ""  # the answer was cut short within `expected`: drop the rest
         return []
@@ -231,11 +231,11 @@ class ToolReader:
         source = self._buffer[:end] if end >= 0 else ""
         calls = _python_calls(source)
         if calls is None:
-            text, self._buffer, self._place = self._opened + self._buffer, "", "text"
+            text, self._buffer, self._state = self._opened + self._buffer, "", "text"
             self._is_start = False
             return [AnswerDelta("content", text)]
         self._buffer = after.removeprefix(closing)
-        self._place, self._skips_space, self._is_start = "text", True, False
+        self._state, self._skips_space, self._is_start = "text", True, False
         return [delta for call in calls for delta in call]
 
 
