@@ -26,6 +26,7 @@ from paged_jax.dims import bind
 from paged_jax.formatting import cut, integers, shortened
 from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.pool_format import check_pool_dtype, is_quantised
+from paged_jax.kernels.rows import pool_of_zeros
 from paged_jax.kernels.writing import check_num_rows
 
 # One entry per layer of a model: a pair of the index of the layer's group and the index of the
@@ -112,9 +113,9 @@ class CacheGroup:
         check_num_rows("CacheGroup.create", (*shape, head_dim))
         last_dims = head_dim, head_dim if value_dim is None else value_dim
         # Create K and V as separate arrays, because JAX cannot donate the same buffer twice.
-        pools = [jnp.zeros((*shape, last), dtype) if last else None for last in last_dims]
+        pools = [pool_of_zeros((*shape, last), dtype) if last else None for last in last_dims]
         if is_quantised(dtype):
-            pools += [jnp.zeros(shape, jnp.float32) if last else None for last in last_dims]
+            pools += [pool_of_zeros(shape, jnp.float32) if last else None for last in last_dims]
         return cls(Pools(*pools), tables)  # type: ignore[arg-type]
 
     def replace_pools(self, pools: Pools) -> "CacheGroup":
@@ -214,7 +215,7 @@ class StateGroup:
         tables = StateTables.create(num_entries, num_slots, block_size)
         pools = tuple(
             tuple(
-                jnp.zeros((num_layers, num_entries, *shape), dtype)
+                pool_of_zeros((num_layers, num_entries, *shape), dtype)
                 for num_layers, shape, dtype in group
             )
             for group in arrays

@@ -1,5 +1,6 @@
 """Gather and scatter of rows without copies of the whole array."""
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -19,6 +20,9 @@ BITS = {
     jnp.dtype(jnp.float8_e4m3fn): jnp.uint8,
 }
 
+# Number of bytes from which the kernel for CPUs fills an array with zeros. For smaller arrays, it
+# is not worth compiling the kernel.
+_LARGE_BYTES = 1 << 22
 
 # The type of row indices: an array of indices into the first axis, or a tuple with one array for
 # each of the leading axes.
@@ -92,6 +96,17 @@ def _set_rows_jvp(primals, tangents):
     rows, index, new = primals
     rows_dot, _, new_dot = tangents
     return set_rows(rows, index, new), _set_rows_as_is(rows_dot, index, new_dot)
+
+
+def pool_of_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    """Return zeros. In jitted programs for one CPU, a large array takes no memory until it is used.
+
+    `jax.numpy.zeros` writes all of the memory, which takes 0.15 s for a pool of 188 MB.
+    """
+    dtype = jnp.dtype(dtype)
+    if math.prod(shape) * dtype.itemsize < _LARGE_BYTES:
+        return jnp.zeros(shape, dtype)
+    return cpu_backend().zeros(shape, dtype)
 
 
 def take_rows(matrix: jax.Array, rows: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ import functools
 import pickle
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from paged_jax.kernels import choose_backend, load_cpu_kernels, paged_attention
 from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.cpu import library
 from paged_jax.kernels.linear import Stack, Weight, linear
+from paged_jax.kernels.rows import pool_of_zeros
 from paged_jax.models.quantise import quantise
 from tests.support.compiler import needs_compiler
 from tests.support.paged_batch import LAYER, PagedBatch, queries
@@ -417,3 +419,25 @@ def test_kernels_on_one_core_and_on_several_devices(monkeypatch, tmp_path) -> No
     for _ in range(2):
         assert run_on_devices(_ON_ONE_CORE, num_devices=2).split() == ["True", "True", "False"]
         assert list(tmp_path.iterdir()), "compiled programs are kept"
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, FP8], ids=str)
+def test_pools_of_zeros_take_no_memory_until_they_are_used(dtype) -> None:
+    make = jax.jit(functools.partial(pool_of_zeros, (7, 8 << 20), dtype))
+    assert "paged_jax_zeros" in make.lower().as_text()
+    make().block_until_ready()
+
+    def resident_pages() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1])
+
+    before = resident_pages()
+    pool = make().block_until_ready()
+    assert (resident_pages() - before) * 4096 < pool.nbytes / 8
+    assert not np.asarray(pool).view(np.uint8).any()
+
+
+def test_small_pools_of_zeros_need_no_kernel() -> None:
+    make = jax.jit(functools.partial(pool_of_zeros, (1 << 20, 1), F32))
+    assert "custom_call" in make.lower().as_text()
+    make = jax.jit(functools.partial(pool_of_zeros, ((1 << 20) - 1, 1), F32))
+    assert "custom_call" not in make.lower().as_text()

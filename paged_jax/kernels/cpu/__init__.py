@@ -353,6 +353,13 @@ def _sets_rows_in_place(dtype: DTypeLike) -> bool:
     return dtype in ELEMENTS and load(Kernel("set_rows", dtype)).target is not None
 
 
+def _zeros(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    """Return zeros from the kernel `source/zeros.cc`, which does not touch most of their memory."""
+    plain = functools.partial(jnp.zeros, shape, dtype)
+    kernel = Kernel("zeros", jnp.dtype(dtype))
+    return call(kernel, (), plain, ())[0] if kernel.dtype in ELEMENTS else plain()
+
+
 def _state_refusal(step: StateStep) -> str | None:
     """Return why the kernels do not support a step of recurrent layers, or None if they do."""
     dtype = step.rows.pool.dtype
@@ -403,6 +410,7 @@ class Cpu:
     advance_rows = staticmethod(_advance_rows)
     set_rows = staticmethod(_set_rows)
     sets_rows_in_place = staticmethod(_sets_rows_in_place)
+    zeros = staticmethod(_zeros)
     copies_weights = staticmethod(_copies_weights)
     targets = staticmethod(library.targets)
     load_called = staticmethod(library.load_called)

@@ -32,8 +32,9 @@ CODE_ELEMENTS = {"int8": "Int8", "float8_e4m3fn": "Float8", PACKED: "Packed"}
 INT8_INPUT_CODES = ("int8", PACKED)
 
 FloatOp = Literal[
-    "decode", "prefill", "linear", "set_rows", "delta_step", "state_space_step", "convolution_step"
-]
+    "decode", "prefill", "linear", "set_rows", "zeros",
+    "delta_step", "state_space_step", "convolution_step",
+]  # fmt: skip
 QuantisedOp = Literal["quantised_linear"]
 KernelOp = FloatOp | QuantisedOp
 
@@ -171,6 +172,14 @@ def _test_set_rows(target: str, kernel: Kernel) -> Results:
     return np.asarray(got).astype(np.float32), rows
 
 
+def _test_zeros(target: str, kernel: Kernel) -> Results:
+    """Fill an array of several pages, which contains ones."""
+    ones = np.ones((5, 7919), kernel.dtype)
+    shape = jax.ShapeDtypeStruct(ones.shape, ones.dtype)
+    call = jax.ffi.ffi_call(target, shape, input_output_aliases={0: 0})
+    return np.asarray(jax.jit(call)(ones)).astype(np.float32), np.zeros(ones.shape)
+
+
 def _test_delta_step(target: str, kernel: Kernel) -> Results:
     D, U = 24, 43
     q, k, v, log_decay, beta = _random((3, 2, D), (3, 2, D), (3, 2, 2, U), (3, 2, 2, D), (3, 2, 2))
@@ -255,6 +264,7 @@ SELF_TESTS: dict[str, Callable[[str, Kernel], Results]] = {
     "linear": _test_linear,
     "quantised_linear": _test_quantised_linear,
     "set_rows": _test_set_rows,
+    "zeros": _test_zeros,
     "delta_step": _test_delta_step,
     "state_space_step": _test_state_space_step,
     "convolution_step": _test_convolution_step,
