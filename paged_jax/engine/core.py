@@ -46,6 +46,7 @@ from paged_jax.runner.processes import (
     least_of_processes,
 )
 from paged_jax.runner.runner import ModelRunner
+from paged_jax.runner.stored_programs import FirstPrograms
 from paged_jax.scheduler.outputs import EngineStats
 from paged_jax.scheduler.request import Request, Sequence
 from paged_jax.scheduler.scheduler import Preemption, PreemptionCosts, Scheduler
@@ -105,6 +106,7 @@ class EngineCore:
           ValueError: an option is not possible with the model, its devices or their memory.
           OSError: files of the model are missing or cannot be read.
         """
+        first_programs = FirstPrograms(vars(options))
         loaded = LoadedModel.load(options)
         weights, model = loaded.weights, loaded.weights.layout_model
         sizes = options.program_sizes(
@@ -147,6 +149,7 @@ class EngineCore:
             cascade=options.uses_cascade(loaded.config, device.platform),
             backend=_layer_backend(options, model, device.platform),
             on_compile=options.on_compile,
+            first_programs=first_programs,
         )
         return cls(options, loaded, executor, memory, channel)
 

@@ -18,13 +18,12 @@ from paged_jax.runner.programs import (
     Call,
     ProgramKey,
     compile_calls,
-    first_decode,
     list_calls,
     list_programs,
     shapes_of,
 )
 from paged_jax.runner.sizes import Sizes
-from paged_jax.runner.stored_programs import StoredPrograms
+from paged_jax.runner.stored_programs import FirstPrograms, StoredPrograms
 from paged_jax.runner.weights import Division, ReplicaError, Weights
 from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
 from paged_jax.sampling.state import Assignment
@@ -64,6 +63,7 @@ class Executor:
       cascade: whether decoding uses cascade attention, see `PagedModel.decode`.
       backend: backend of the attention, see `paged_attention`.
       on_compile: function that is called with a line of text before a program is compiled.
+      first_programs: programs that are read while the model is loaded; None if there are none.
 
     Attributes:
       sizes: sizes that the programs depend on.
@@ -90,6 +90,7 @@ class Executor:
         cascade: bool,
         backend: str | None,
         on_compile: Callable[[str], None] | None = None,
+        first_programs: FirstPrograms | None = None,
     ):
         self.weights = weights
         self._device = weights.device
@@ -111,7 +112,9 @@ class Executor:
         self.programs = list_programs(
             self._program_key, sizes, num_top, num_groups=len(self.groups)
         )
-        self._stored = StoredPrograms(self._program_key, weights.layout_model, self._device)
+        self._stored = StoredPrograms(
+            self._program_key, weights.layout_model, self._device, first_programs
+        )
         self._cache_dtype = cache_dtype
         self._on_compile = on_compile
         self._compiled: set[str] = set()
@@ -158,11 +161,6 @@ class Executor:
             static = dict(zip(names, shape, strict=True))
             with jax.default_device(self._device):
                 make = self._stored.find("empty state", make, (), **static)
-            if isinstance(make, jax.stages.Compiled):
-                # Read the decode program in another thread while this thread fills the pools.
-                first = first_decode(self.programs, self.sizes)
-                self._stored.read_ahead(first, self.weights.arrays, make.out_info)
-            with jax.default_device(self._device):
                 return jax.device_put(make(), self._device)
         # Create each part on its own device, because the whole state might not fit on one device.
         make = functools.partial(empty_state, *shape)

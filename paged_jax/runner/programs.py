@@ -414,11 +414,6 @@ def _prefill_calls(programs: Programs, sizes: Sizes) -> list[Call]:
     return [programs.prefill.call(_zeros(B, T), no_slots(B), _zeros(B)) for B, T in shapes]
 
 
-def first_decode(programs: Programs, sizes: Sizes) -> Call:
-    """Return the `Call` of the decode program for the smallest batch."""
-    return _decode_calls(programs, sizes)[0]
-
-
 def _decode_calls(programs: Programs, sizes: Sizes) -> list[Call]:
     calls, no = [], np.bool_(False)
     for B in row_buckets(sizes.num_slots):

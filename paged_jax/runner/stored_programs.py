@@ -16,6 +16,9 @@ process and nobody else may write to it, see `user_cache.read`.
 
 Programs are stored only for a single CPU device, because programs for other devices depend on more
 than the key contains.
+
+Reading an executable takes 0.02 to 0.15 s, and its key is known only after the model has been
+loaded. So a list of the first programs is stored for the options of an engine, see `FirstPrograms`.
 """
 
 import concurrent.futures
@@ -27,7 +30,7 @@ import pickle
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +56,56 @@ _PACKAGE = Path(__file__).parents[1]
 # this module; the other 3 s are a safety margin.
 _IMPORTED = time.time() - 5
 
+# Number of programs that a list contains. An engine needs four programs for its first token: they
+# make the empty state, prefill a prompt, assign the sequence to a slot, and decode.
+_NUM_FIRST = 4
+_PLAIN = str | int | float | Path | None
+
+
+class FirstPrograms:
+    """The first programs of an engine, which a thread reads from files while the model is loaded.
+
+    A file in the folder ``starts`` lists the keys of the programs that the last engine with the
+    same options needed first. If another engine needs other programs, the list is wrong. This only
+    takes time, because `StoredPrograms` looks up a program by its key.
+
+    Args:
+      options: options of the engine by name. Only strings, numbers, paths and None are compared.
+    """
+
+    def __init__(self, options: Mapping[str, object]):
+        self._file: Path | None = None
+        self._keys: list[str] = []
+        self._reading: dict[str, concurrent.futures.Future[Any]] = {}
+        folder = user_cache.folder_beside_programs("executables")
+        starts = user_cache.folder_beside_programs("starts")
+        if folder is None or starts is None or jax.default_backend() != "cpu" or _source() is None:
+            return
+        device = jax.local_devices()[0]
+        plain = [item for item in options.items() if isinstance(item[1], _PLAIN)]
+        name = hashlib.sha256(repr((_surroundings(device), plain)).encode()).hexdigest()
+        self._file = starts / name
+        listed = (user_cache.read(self._file) or b"").decode(errors="replace").split()
+        thread = concurrent.futures.ThreadPoolExecutor(1)
+        self._reading = {key: thread.submit(_read, folder, key, device) for key in listed}
+        thread.shutdown(wait=False)
+
+    def take(self, key: str) -> jax.stages.Compiled | None:
+        """Return the program with a key if it has been read, and list the key for the next start.
+
+        The result is None if the program was not listed, or if its file cannot be used.
+        """
+        if self._file is None or len(self._keys) == _NUM_FIRST:
+            return None
+        reading = self._reading.pop(key, None)
+        self._keys.append(key)
+        if len(self._keys) == _NUM_FIRST:
+            content = "\n".join(self._keys).encode()
+            if user_cache.read(self._file) != content:
+                user_cache.write(self._file, content)
+            self._reading.clear()
+        return None if reading is None else reading.result()
+
 
 class StoredPrograms:
     """Reads the programs of an engine from files, or compiles them and writes the files.
@@ -66,9 +119,16 @@ class StoredPrograms:
       program_key: see `ProgramKey`.
       model: the model that the programs run.
       device: the device that runs the programs.
+      first: the programs that have been read while the model was loaded, if any.
     """
 
-    def __init__(self, program_key: ProgramKey, model: PagedModel, device: Any):
+    def __init__(
+        self,
+        program_key: ProgramKey,
+        model: PagedModel,
+        device: Any,
+        first: FirstPrograms | None = None,
+    ):
         modules = (type(module).__module__ for _, module in nnx.iter_modules(model))
         is_named = (
             program_key.division is None
@@ -79,8 +139,8 @@ class StoredPrograms:
         self._folder = None if folder is None or _source() is None else folder
         self._program_key = program_key
         self._device = device
+        self._first = first
         self._programs: dict[str, Any] = {}
-        self._reading: dict[str, concurrent.futures.Future[Any]] = {}
 
     def resolve(self, call: Call, weights: list[jax.Array], state: DecodeState) -> Call:
         """Replace the program of a call by the stored executable, which is compiled if needed.
@@ -95,31 +155,11 @@ class StoredPrograms:
         """
         if self._folder is None:
             return call
-        source = self._source_of(call, weights, state)
-        return call._replace(program=self._find(self._folder, call.name, source), static={})
-
-    def read_ahead(self, call: Call, weights: list[jax.Array], state: Any) -> None:
-        """Start to read the stored program of a call in another thread, if there is a file.
-
-        Args:
-          call: the call.
-          weights: see `resolve`.
-          state: the state, or its shapes.
-        """
-        if self._folder is None or call.name in self._programs:
-            return
-        source = self._source_of(call, weights, state)
-        key = _key(self._program_key, self._device, call.name, source)
-        thread = concurrent.futures.ThreadPoolExecutor(1)
-        reading = thread.submit(_read, self._folder, key, source.structure, self._device)
-        self._reading[call.name] = reading
-        thread.shutdown(wait=False)
-
-    def _source_of(self, call: Call, weights: list[jax.Array], state: Any) -> "_Source":
         program_key = self._program_key
         options = compiler_options(program_key.platform, is_unrolled=not program_key.is_scanned)
         arguments = (weights, state, *call.args)
-        return _Source(call.program.__wrapped__, arguments, call.static, 1, options)
+        source = _Source(call.program.__wrapped__, arguments, call.static, 1, options)
+        return call._replace(program=self._find(self._folder, call.name, source), static={})
 
     def find(
         self,
@@ -151,10 +191,10 @@ class StoredPrograms:
         program = self._programs.get(name)
         if program is None:
             key = _key(self._program_key, self._device, name, source)
-            reading = self._reading.pop(name, None)
-            program = None if reading is None else reading.result()
-            program = program or _read(folder, key, source.structure, self._device)
-            program = program or _compile(folder, key, source)
+            program = None if self._first is None else self._first.take(key)
+            program = program or _read(folder, key, self._device)
+            if program is None or program.in_tree != source.structure:
+                program = _compile(folder, key, source)
             self._programs[name] = program
         return program
 
@@ -228,21 +268,20 @@ def _lower(source: _Source, suffix: str) -> jax.stages.Lowered:
     return jitted.lower(*source.arguments)
 
 
-def _read(folder: Path, key: str, structure: Any, device: Any) -> jax.stages.Compiled | None:
+def _read(folder: Path, key: str, device: Any) -> jax.stages.Compiled | None:
     """Return a stored program; None if the file is missing, damaged or cannot be used here.
 
-    `structure` is the `_Source.structure` of the program, and `device` runs it.
+    `device` runs the program.
     """
     content = user_cache.read(folder / key)
     if content is None or not content.startswith(_checksum(key, content[_CHECKSUM_BYTES:])):
         return None
     try:
         stored = _Stored(*pickle.loads(content[_CHECKSUM_BYTES:]))
-        serialised, own_structure, out_structure = stored.executable
-        if own_structure != structure or not all(map(cpu_backend().load_target, stored.targets)):
+        if not all(map(cpu_backend().load_target, stored.targets)):
             return None
         return serialize_executable.deserialize_and_load(
-            serialised, own_structure, out_structure, execution_devices=(device,)
+            *stored.executable, execution_devices=(device,)
         )
     except Exception as error:  # Compile the program again, whatever the error is.
         _logger.info("%s is compiled again: %s", key, error)
@@ -258,16 +297,8 @@ def _checksum(key: str, blob: bytes) -> bytes:
 
 def _key(program_key: ProgramKey, device: Any, name: str, source: _Source) -> str:
     leaves, tree = jax.tree.flatten(source.arguments)
-    # Leave the settings of transfer guards out of the key, because they differ between threads and
-    # do not affect tracing.
-    settings = {k: v for k, v in jax.config.values.items() if "transfer_guard" not in k}
     parts = (
-        _source(),
-        cpu_backend().processor(),
-        os.cpu_count(),
-        device.id,
-        [(name, getattr(jax.config, name, settings[name])) for name in sorted(settings)],
-        sorted(item for item in os.environ.items() if item[0].startswith(("PAGED_JAX_", "XLA_"))),
+        *_surroundings(device),
         program_key,
         name,
         sorted(source.static.items()),
@@ -277,6 +308,21 @@ def _key(program_key: ProgramKey, device: Any, name: str, source: _Source) -> st
         [jax.typeof(leaf) for leaf in leaves],
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _surroundings(device: Any) -> tuple[Any, ...]:
+    """Return everything outside of an engine that affects its programs."""
+    # Leave the settings of transfer guards out of the key, because they differ between threads and
+    # do not affect tracing.
+    settings = {k: v for k, v in jax.config.values.items() if "transfer_guard" not in k}
+    return (
+        _source(),
+        cpu_backend().processor(),
+        os.cpu_count(),
+        device.id,
+        [(name, getattr(jax.config, name, settings[name])) for name in sorted(settings)],
+        sorted(item for item in os.environ.items() if item[0].startswith(("PAGED_JAX_", "XLA_"))),
+    )
 
 
 @functools.cache

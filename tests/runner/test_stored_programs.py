@@ -20,7 +20,7 @@ from paged_jax.kernels.dispatch import cpu_backend
 from paged_jax.runner import stored_programs
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.programs import Call
-from paged_jax.runner.stored_programs import StoredPrograms
+from paged_jax.runner.stored_programs import FirstPrograms, StoredPrograms
 from tests.support.tiny_model import BOS, SIZES
 from tests.support.workload import finish
 
@@ -65,9 +65,10 @@ def release(executor: Executor) -> Call:
 
 
 def read(executor: Executor, call: Call, path: Path) -> Any:
+    program = stored_programs._read(path.parent, path.name, executor.weights.device)
     arguments = executor.weights.arrays, executor.state, *call.args
-    structure = jax.tree.structure((arguments, {}))
-    return stored_programs._read(path.parent, path.name, structure, executor.weights.device)
+    assert program is None or program.in_tree == jax.tree.structure((arguments, {}))
+    return program
 
 
 def resolve(executor: Executor, call: Call) -> Call:
@@ -309,15 +310,50 @@ def test_programs_of_separate_layers_are_stored(tiny_model, folder) -> None:
     assert len(list(folder.iterdir())) == 2  # also the program that makes the empty state
 
 
-def test_read_ahead_gives_the_program_to_resolve(executor, folder, monkeypatch) -> None:
-    call = release(executor)
-    resolve(executor, call)
+def start(executor: Executor) -> None:
+    """Find the first programs of an engine."""
+    first = FirstPrograms({"model": "folder", "on_compile": object()})
     programs = StoredPrograms(
-        executor._program_key, executor.weights.layout_model, executor.weights.device
+        executor._program_key, executor.weights.layout_model, executor.weights.device, first
     )
-    arrays = executor.weights.arrays, executor.state
-    programs.read_ahead(call, *arrays)
-    found = programs._reading[call.name].result()
-    assert found is not None
-    monkeypatch.setattr(stored_programs, "_read", lambda *args: pytest.fail("is read again"))
-    assert programs.resolve(call, *arrays).program is found
+    zeros = np.zeros(executor.sizes.num_slots, bool)
+    for name in "abcde":
+        call = executor.programs.release.call(zeros)._replace(name=name)
+        programs.resolve(call, executor.weights.arrays, executor.state)
+
+
+def test_first_programs_are_read_before_the_model_is_loaded(
+    executor, folder, monkeypatch, no_lowering
+) -> None:
+    start(executor)
+    no_lowering()
+    read_file, read_keys = stored_programs._read, []
+
+    def watch(folder: Path, key: str, device: Any) -> Any:
+        read_keys.append(key)
+        return read_file(folder, key, device)
+
+    monkeypatch.setattr(stored_programs, "_read", watch)
+    first = FirstPrograms({"model": "folder", "on_compile": object()})
+    found = [reading.result() for reading in first._reading.values()]
+    assert len(read_keys) == 4 and all(found), "the program e is not listed"
+    start(executor)
+    assert len(set(read_keys)) == 5 and len(read_keys) == 4 + 5, "each engine reads each file once"
+    assert not FirstPrograms({"model": "another"})._reading
+
+
+@pytest.mark.parametrize("content", [b"", b"wrong", b"\xff\n../a", "listed"])
+def test_first_programs_may_be_listed_wrongly(executor, folder, no_lowering, content) -> None:
+    start(executor)
+    no_lowering()
+    [path] = (folder.parent / "starts").iterdir()
+    right = path.read_bytes()
+    if content == "listed":  # the file of a listed program is damaged
+        content = right
+        (folder / right.decode().split()[0]).write_bytes(b"")
+        with pytest.raises(pytest.fail.Exception, match="is lowered"):
+            start(executor)
+    else:
+        path.write_bytes(content)
+        start(executor)
+    assert path.read_bytes() == right
