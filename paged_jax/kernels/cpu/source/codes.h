@@ -164,7 +164,8 @@ struct TwoPairs {
 #define INLINE __attribute__((always_inline)) inline
 #define NOINLINE __attribute__((noinline))
 
-// Each decoder below converts units. `transpose` prepares a unit. `decode` then calls f(cell, vector) for the
+// Each decoder below converts units. `transpose` prepares a unit, and `arrange` prepares a unit of words that need
+// no transposition. `decode` then calls f(cell, vector) for the
 // cells of the unit in order. Number `which` of a cell belongs to input `input(cell, which)` of the unit.
 // Decoders to pairs can also convert a unit in STEPS steps: `pairs` returns the two cells of a step.
 
@@ -189,6 +190,13 @@ struct ByteDecoder {
   }
 
   static Words transpose(const Unit& unit) { return unit.transpose_pairs(); }
+  static INLINE Words arrange(Words words) {
+    const Bytes places = _mm512_set4_epi32(0x0f0e0b0a, 0x07060302, 0x0d0c0908, 0x05040100);
+#pragma GCC unroll 4
+    for (int i = 0; i < UNIT_WORDS; i++)
+      words.each[i] = (Ints)_mm512_shuffle_epi8((Bytes)words.each[i], places);
+    return words;
+  }
 
   static constexpr int STEPS = UNIT_WORDS;
   INLINE TwoPairs pairs(const Words& words, int step) const {
@@ -220,6 +228,7 @@ struct ByteDecoder {
   }
 #else
   static Words transpose(const Unit& unit) { return unit.transpose(); }
+  static Words arrange(const Words& words) { return words; }
   explicit ByteDecoder(const float*) {}
 
   template <class Function>
@@ -281,6 +290,7 @@ struct PackedDecoder<Singles> {
   explicit PackedDecoder(const float* table) { memcpy(numbers, table, sizeof numbers); }
 
   static Words transpose(const Unit& unit) { return unit.transpose(); }
+  static Words arrange(const Words& words) { return words; }
 
   template <class Function>
   INLINE void decode(const Words& words, Function f) const {
@@ -328,6 +338,7 @@ struct PackedDecoder<Pairs> {
   }
 
   static Words transpose(const Unit& unit) { return unit.transpose(); }
+  static Words arrange(const Words& words) { return words; }
 
   static constexpr int STEPS = 2 * UNIT_WORDS;
   INLINE TwoPairs pairs(const Words& words, int step) const {
@@ -366,6 +377,7 @@ struct ByteDecoder<Int8Code, Quads> {
   explicit ByteDecoder(const float*) {}
 
   static Words transpose(const Unit& unit) { return unit.transpose(); }
+  static Words arrange(const Words& words) { return words; }
 
   template <class Function>
   INLINE void decode(const Words& words, Function f) const {
@@ -391,6 +403,7 @@ struct PackedDecoder<Quads> {
   }
 
   static Words transpose(const Unit& unit) { return unit.transpose(); }
+  static Words arrange(const Words& words) { return words; }
 
   template <class Function>
   INLINE void decode(const Words& words, Function f) const {

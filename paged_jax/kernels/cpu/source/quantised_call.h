@@ -10,7 +10,7 @@
 //   sizes    i32 [X], the number of rows that each weight multiplies
 #pragma once
 
-#include "weight_units.h"
+#include "quantised_product.h"
 
 namespace {
 

@@ -1,0 +1,145 @@
+// Interleaved weights. A bundle is BUNDLE_ROWS rows. It has words of four bytes of each row in turn, so that a
+// vector of words is loaded without a transposition:
+//
+//   word 0 of rows 0 1 ... 31 | word 1 of rows 0 1 ... 31 | ...
+//
+// Scales and minima are stored in the same way, with one float instead of a word. Each group consists of units,
+// and N is a multiple of BUNDLE_ROWS. The sums are the same as for other weights.
+#pragma once
+
+#include "weight_units.h"
+
+namespace {
+
+constexpr int BUNDLE_ROWS = 32;
+// Maximum size of a panel that is multiplied by cells in registers. Larger panels are multiplied by a tile.
+constexpr int MAX_IN_REGISTERS = LANES == 16 ? 12 : 2;
+// Number of bytes between the units in use and the prefetched units.
+constexpr int BYTES_AHEAD = 8192;
+
+// Returns the address of row `row` in an array of words or floats of `size` bytes.
+inline const uint8_t* find_row(const ByteRows& rows, int64_t row, int size) {
+  int64_t place = row % BUNDLE_ROWS;
+  return rows.begin + (row - place) * rows.row_bytes + place * size;
+}
+
+// Loads a unit of LANES rows.
+INLINE Words load_words(const uint8_t* from) {
+  Words words;
+#pragma GCC unroll 4
+  for (int i = 0; i < UNIT_WORDS; i++) words.each[i] = load<Ints>(from + 4 * BUNDLE_ROWS * i);
+  return Decoder::arrange(words);
+}
+
+// Scales or minima of LANES rows, one group after the other.
+struct GroupFloats {
+  const uint8_t* from;  // null if there are none
+  FloatKind kind;
+
+  GroupFloats(const ByteRows& rows, int64_t row, FloatKind kind) : kind(kind) {
+    from = rows.begin ? find_row(rows, row, size()) : nullptr;
+  }
+
+  int size() const { return kind == FLOAT32 ? 4 : 2; }
+
+  // Loads the floats of a group, for the rows from `offset` on.
+  INLINE Floats load(int group, int offset = 0) const {
+    const uint8_t* place = from + (group * BUNDLE_ROWS + offset) * size();
+    if (kind == FLOAT32) return ::load<Floats>(place);
+    if (kind == BFLOAT16) return (Floats)(widen((const uint16_t*)place) << 16);
+    return Float16::half((const uint16_t*)place, 0);
+  }
+};
+
+// Sums of B blocks, each for a panel of size M. They are members of nested structs, like `Sums`.
+template <int B, int M, class Sum>
+struct BlockSums {
+  BlockSums<B - 1, M, Sum> others;
+  Sums<M, Sum> last;
+
+  INLINE void start(const Rounding* roundings) {
+    others.start(roundings);
+    if constexpr (Cells::HAS_SCALES) last.start(roundings);
+  }
+
+  // Adds the products of a unit of each block with cells of x.
+  INLINE void add_units(const Decoder& decoder, const uint8_t* from, const Cell* x) {
+    others.add_units(decoder, from, x);
+    auto add = [&](int cell, Cells::Vector w) __attribute__((always_inline)) { last.add(w, x + cell * M); };
+    decoder.decode(load_words(from + (B - 1) * 4 * LANES), add);
+  }
+
+  INLINE void add_to(
+      BlockSums<B, M, Floats>& totals, const GroupFloats& scales, int group, const Rounding* roundings) const {
+    others.add_to(totals.others, scales, group, roundings);
+    last.add_to(totals.last, scales.load(group, (B - 1) * LANES), roundings);
+  }
+
+  INLINE void add_mins(const GroupFloats& mins, int group, const float* x_sums) {
+    others.add_mins(mins, group, x_sums);
+    last.add_mins(mins.load(group, (B - 1) * LANES), x_sums);
+  }
+
+  INLINE void store_to(float* to) const {
+    others.store_to(to);
+    last.store_to(to + (B - 1) * M * LANES);
+  }
+};
+
+template <int M, class Sum>
+struct BlockSums<0, M, Sum> {
+  INLINE void start(const Rounding*) {}
+  INLINE void add_units(const Decoder&, const uint8_t*, const Cell*) {}
+  INLINE void add_to(BlockSums<0, M, Floats>&, const GroupFloats&, int, const Rounding*) const {}
+  INLINE void add_mins(const GroupFloats&, int, const float*) {}
+  INLINE void store_to(float*) const {}
+};
+
+// Number of blocks that are multiplied at a time by a panel. With few rows of x, the sums of one block are too
+// few: additions would wait for each other.
+template <int M>
+constexpr int BLOCKS = M * 8 <= 2 * LANES ? 2 : 1;
+
+// Multiplies BLOCKS<M> blocks, from row `row` on, by a panel of size M, and writes the totals.
+template <int M>
+NOINLINE void multiply_bundle(const Matrix& matrix, int64_t row, const Panel<Cell>& panel, float* to) {
+  constexpr int B = BLOCKS<M>;
+  const Groups& groups = matrix.groups;
+  const GroupFloats scales(matrix.scales, row, matrix.scale_kind), mins(matrix.mins, row, matrix.min_kind);
+  const uint8_t* from = find_row(matrix.values, row, 4);
+  const Cell* x = panel.cells;
+  const Rounding* roundings = panel.roundings;
+  BlockSums<B, M, Floats> totals;
+  for (int group = 0; group < groups.count; group++) {
+    for (int rest = groups.cells; rest > 0; rest -= groups.segment_cells) {
+      BlockSums<B, M, Cells::Sum> sums;
+      sums.start(roundings);
+      for (int left = smaller(rest, groups.segment_cells); left > 0; left -= Decoder::CELLS) {
+#pragma GCC unroll 8
+        for (int line = 0; line < B * UNIT_BYTES * LANES; line += 64)
+          __builtin_prefetch(from + BYTES_AHEAD + line, 0, 2);
+        sums.add_units(*matrix.decoder, from, x);
+        from += UNIT_BYTES * BUNDLE_ROWS, x += Decoder::CELLS * M;
+      }
+      sums.add_to(totals, scales, group, roundings);
+      if (Cells::HAS_SCALES) roundings += M;
+    }
+    if (mins.from) totals.add_mins(mins, group, panel.sums + group * M);
+  }
+  totals.store_to(to);
+}
+
+// Converts all units of a strip to cells in the tile.
+NOINLINE void convert_block(const Decoder& decoder, const Strip& strip) {
+  const uint8_t* from = find_row(strip.matrix->values, strip.row, 4);
+  from += strip.cells_before(strip.first) / Decoder::CELLS * UNIT_BYTES * BUNDLE_ROWS;
+  Cell* tile = strip.tile;
+  for (int64_t left = strip.num_units(); left > 0; left--, from += UNIT_BYTES * BUNDLE_ROWS) {
+    decoder.decode(load_words(from), [&](int, Cells::Vector w) __attribute__((always_inline)) {
+      memcpy(tile, &w, sizeof w);
+      tile += LANES;
+    });
+  }
+}
+
+}  // namespace
