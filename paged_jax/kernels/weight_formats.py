@@ -180,6 +180,8 @@ class Weight:
         None.
       code: code of the values, see `WeightFormat` (static). None if it is the dtype of `values`.
       dtype: float dtype of the model (static). Matmuls by a quantised weight round `x` to it.
+      is_interleaved: whether the rows of all arrays are interleaved, see `interleave` (static). The
+        shapes are the same in both cases.
     """
 
     values: jax.Array
@@ -189,6 +191,7 @@ class Weight:
     stack: Stack | None = None
     code: str | None = field(default=None, metadata={"static": True})
     dtype: Any = field(default=jnp.dtype(jnp.float32), metadata={"static": True})
+    is_interleaved: bool = field(default=False, metadata={"static": True})
 
     @property
     def arrays(self) -> WeightArrays:

@@ -67,6 +67,9 @@ _INEXACT_CODES = ("nf4", "fp4")
 # kernels process two pairs of inputs at a time (`source/codes.h`).
 _PACKED_GROUP = 4
 
+# The kernels multiply by this number of interleaved rows at a time (`source/bundles.h`).
+_BUNDLE_ROWS = 32
+
 # The numbers of these codes are integers or halves of integers, so the kernels can multiply them by
 # int8 inputs.
 _INT8_CODES = ("int8", "int4", "uint4", "e2m1")
@@ -178,7 +181,11 @@ def _find_matmul(
         matmul = _Matmul(Kernel("linear", w.values.dtype), plain)
         return matmul, x.astype(jnp.float32), (stacked.values, sizes, layer)
     kernel = find_kernel(w)
-    flags = {"has_mins": w.mins is not None, "has_order": w.order is not None}
+    flags = {
+        "has_mins": w.mins is not None,
+        "has_order": w.order is not None,
+        "is_interleaved": w.is_interleaved,
+    }
     attributes = tuple((name, np.int32(flag)) for name, flag in flags.items())
     matmul = _Matmul(kernel, _plain_int8 if kernel.dtype == _INT8 else plain, attributes)
     table = jnp.asarray(CODES.get(w.format.code, np.zeros(16)), jnp.float32)
@@ -208,6 +215,21 @@ def _quantised_refusal(w: Weight) -> str | None:
     if w.format.is_packed and (w.format.group_size or w.shape[-1]) % _PACKED_GROUP:
         return f"groups of 4-bit values must have a multiple of {_PACKED_GROUP} inputs"
     return None
+
+
+def _supports_interleaved(w: Weight) -> bool:
+    """Return whether the kernels support a quantised weight with interleaved rows.
+
+    Groups must consist of whole units of the kernels (`source/units.h`).
+    """
+    format, (*rows, num_inputs) = w.format, w.shape
+    return (
+        w.values.size > 0
+        and format.is_quantised
+        and math.prod(rows) % _BUNDLE_ROWS == 0
+        and (format.group_size or num_inputs) % (PACKED_INPUTS if format.is_packed else 16) == 0
+        and load(_quantised_kernel(w)).target is not None
+    )
 
 
 def _round_inputs(x: jax.Array, w: Weight, kernel: Kernel) -> jax.Array:
@@ -412,6 +434,7 @@ class Cpu:
     sets_rows_in_place = staticmethod(_sets_rows_in_place)
     zeros = staticmethod(_zeros)
     copies_weights = staticmethod(_copies_weights)
+    supports_interleaved = staticmethod(_supports_interleaved)
     targets = staticmethod(library.targets)
     load_called = staticmethod(library.load_called)
     load_target = staticmethod(library.load_target)

@@ -86,22 +86,47 @@ def _test_linear(target: str, kernel: Kernel) -> Results:
 
 
 def _test_quantised_linear(target: str, kernel: Kernel) -> Results:
-    rng = np.random.default_rng(0)
+    """Test weights in plain rows of incomplete units, and interleaved weights."""
     is_packed = kernel.code == PACKED
     K, groups = (96, 3) if is_packed else (77, 7)
+    tests = [
+        _test_quantised_groups(target, kernel, (37, K, groups), is_interleaved=False),
+        _test_quantised_groups(target, kernel, (64, 96, 3), is_interleaved=True),
+    ]
+    got, want = (np.concatenate([x.reshape(-1) for x in each]) for each in zip(*tests, strict=True))
+    return got, want
+
+
+def _test_quantised_groups(
+    target: str, kernel: Kernel, sizes: tuple[int, int, int], *, is_interleaved: bool
+) -> Results:
+    """Test weights with `sizes`: numbers of outputs, inputs, and groups of inputs."""
+    rng = np.random.default_rng(0)
+    N, K, groups = sizes
+    is_packed = kernel.code == PACKED
     x = rng.integers(-8, 8, (7, K)).astype(np.float32) / 8
     if kernel.dtype == jnp.int8:
         # Set the largest input of each segment to 127 / 8. Its scale is then 1 / 8, so that
         # rounding to int8 is exact.
         x[:, :: K // groups] = 127 / 8
-    values = rng.integers(0 if is_packed else -8, 16, (2, 3, 37, K))
+    values = rng.integers(0 if is_packed else -8, 16, (2, 3, N, K))
     values[..., 0] = 15 if is_packed else -128
-    scales, mins = rng.integers(1, 8, (2, 2, 3, 37, groups)) / np.float32(8)
+    scales, mins = rng.integers(1, 8, (2, 2, 3, N, groups)) / np.float32(8)
+    w = values[1].reshape(3, N, groups, -1) * scales[1, ..., None] + mins[1, ..., None]
     stored = pack(values.astype(np.uint8)) if is_packed else values.astype(kernel.code)
-    operands = x, stored, scales, CODES["uint4"], np.int32(1), mins.astype(jnp.bfloat16), _SIZES
-    w = values[1].reshape(3, 37, groups, -1) * scales[1, ..., None] + mins[1, ..., None]
-    flags = {"has_mins": np.int32(1), "has_order": np.int32(0)}
-    return _test_groups(target, operands, w.reshape(3, 37, K), **flags)
+    arrays = stored, scales, mins.astype(jnp.bfloat16)
+    if is_interleaved:
+        arrays = _interleave(arrays[0], 4), _interleave(arrays[1]), _interleave(arrays[2])
+    operands = x, *arrays[:2], CODES["uint4"], np.int32(1), arrays[2], _SIZES
+    flags = {"has_mins": 1, "has_order": 0, "is_interleaved": is_interleaved}
+    attributes = {name: np.int32(flag) for name, flag in flags.items()}
+    return _test_groups(target, operands, w.reshape(3, N, K), **attributes)
+
+
+def _interleave(array: np.ndarray, width: int = 1) -> np.ndarray:
+    """Interleave the rows of each bundle in runs of `width` elements (`source/bundles.h`)."""
+    bundles = array.reshape(-1, 32, array.shape[-1] // width, width)
+    return bundles.swapaxes(1, 2).reshape(array.shape)
 
 
 # Number of rows in each of the three groups. `x` has 7 rows, so its last row is in no group.

@@ -8,6 +8,8 @@
 //   mins     minima like the scales, only if the attribute `has_mins` is set
 //   order    i32 [L, K], the input of each column, only if the attribute `has_order` is set
 //   sizes    i32 [X], the number of rows that each weight multiplies
+//
+// If the attribute `is_interleaved` is set, the rows of values, scales and minima are interleaved, see `bundles.h`.
 #pragma once
 
 #include "quantised_product.h"
@@ -19,6 +21,7 @@ struct QuantisedCall {
   Decoder decoder;
   int64_t layer, M, N, X;
   Groups groups;
+  bool is_interleaved;
 
   explicit QuantisedCall(XLA_FFI_CallFrame* frame)
       : decoder((const float*)argument(frame, 3)->data) {
@@ -27,6 +30,7 @@ struct QuantisedCall {
     int next = 5;
     mins = attribute<int32_t>(frame, "has_mins") ? argument(frame, next++) : nullptr;
     order = attribute<int32_t>(frame, "has_order") ? argument(frame, next++) : nullptr;
+    is_interleaved = attribute<int32_t>(frame, "is_interleaved");
     sizes = argument(frame, next);
     M = x->dims[0], X = sizes->dims[0], N = values->dims[values->rank - 2];
     groups = Groups::divide<Decoder>(x->dims[1], scales->dims[scales->rank - 1]);
@@ -37,7 +41,7 @@ struct QuantisedCall {
     int64_t first_row = (layer * X + group) * N;
     return {rows(values, first_row), rows(scales, first_row), mins ? rows(mins, first_row) : ByteRows{},
             kind(scales),            kind(mins),              &decoder,
-            N,                       groups};
+            N,                       groups,                 is_interleaved};
   }
 
   Panels<Decoder, Cells> panels(float* out) const {
@@ -69,6 +73,5 @@ struct QuantisedCall {
     return buffer->dtype == XLA_FFI_DataType_BF16 ? BFLOAT16 : FLOAT16;
   }
 };
-
 
 }  // namespace
