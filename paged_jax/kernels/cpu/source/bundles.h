@@ -57,9 +57,14 @@ struct BlockSums {
   BlockSums<B - 1, M, Sum> others;
   Sums<M, Sum> last;
 
+  INLINE void clear() {
+    others.clear();
+    last.clear();
+  }
+
   INLINE void start(const Rounding* roundings) {
     others.start(roundings);
-    if constexpr (Cells::HAS_SCALES) last.start(roundings);
+    last.start(roundings);
   }
 
   // Adds the products of a unit of each block with cells of x.
@@ -88,6 +93,7 @@ struct BlockSums {
 
 template <int M, class Sum>
 struct BlockSums<0, M, Sum> {
+  INLINE void clear() {}
   INLINE void start(const Rounding*) {}
   INLINE void add_units(const Decoder&, const uint8_t*, const Cell*) {}
   INLINE void add_to(BlockSums<0, M, Floats>&, const GroupFloats&, int, const Rounding*) const {}
@@ -110,14 +116,17 @@ NOINLINE void multiply_bundle(const Matrix& matrix, int64_t row, const Panel<Cel
   const Cell* x = panel.cells;
   const Rounding* roundings = panel.roundings;
   BlockSums<B, M, Floats> totals;
+  totals.clear();
   for (int group = 0; group < groups.count; group++) {
     for (int rest = groups.cells; rest > 0; rest -= groups.segment_cells) {
       BlockSums<B, M, Cells::Sum> sums;
       sums.start(roundings);
       for (int left = smaller(rest, groups.segment_cells); left > 0; left -= Decoder::CELLS) {
+#pragma GCC unroll 4
+        for (int i = 0; i < UNIT_WORDS; i++)
 #pragma GCC unroll 8
-        for (int line = 0; line < B * UNIT_BYTES * LANES; line += 64)
-          __builtin_prefetch(from + BYTES_AHEAD + line, 0, 2);
+        for (int line = 0; line < B * 4 * LANES; line += 64)
+          __builtin_prefetch(from + BYTES_AHEAD + i * 4 * BUNDLE_ROWS + line, 0, 2);
         sums.add_units(*matrix.decoder, from, x);
         from += UNIT_BYTES * BUNDLE_ROWS, x += Decoder::CELLS * M;
       }
@@ -129,16 +138,30 @@ NOINLINE void multiply_bundle(const Matrix& matrix, int64_t row, const Panel<Cel
   totals.store_to(to);
 }
 
-// Converts all units of a strip to cells in the tile.
-NOINLINE void convert_block(const Decoder& decoder, const Strip& strip) {
+// Converts the units of a strip and multiplies them by a panel of size M. If KEEPS, the cells are also written to
+// the tile.
+template <int M, bool KEEPS>
+NOINLINE void multiply_block(
+    const Decoder& decoder, const Strip& strip, const Panel<Cell>* panel, float* totals) {
+  Position at(strip, panel);
   const uint8_t* from = find_row(strip.matrix->values, strip.row, 4);
   from += strip.cells_before(strip.first) / Decoder::CELLS * UNIT_BYTES * BUNDLE_ROWS;
   Cell* tile = strip.tile;
-  for (int64_t left = strip.num_units(); left > 0; left--, from += UNIT_BYTES * BUNDLE_ROWS) {
-    decoder.decode(load_words(from), [&](int, Cells::Vector w) __attribute__((always_inline)) {
-      memcpy(tile, &w, sizeof w);
-      tile += LANES;
-    });
+  for (int i = strip.first; i < strip.last; i++) {
+    Sums<M, Cells::Sum> sums;
+    sums.start(at.roundings);
+    for (int left = at.num_cells(); left > 0; left -= Decoder::CELLS) {
+      decoder.decode(load_words(from), [&](int cell, Cells::Vector w) __attribute__((always_inline)) {
+        if (KEEPS) memcpy(tile + cell * LANES, &w, sizeof w);
+        sums.add(w, at.x + cell * M);
+      });
+      from += UNIT_BYTES * BUNDLE_ROWS;
+      at.x += Decoder::CELLS * M;
+      if (KEEPS) tile += Decoder::CELLS * LANES;
+    }
+    sums.add_to(
+        totals, load<Floats>(at.scales), at.roundings, at.ends_group() ? at.mins : nullptr, at.x_sums);
+    at.next(M);
   }
 }
 

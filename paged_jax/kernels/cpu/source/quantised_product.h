@@ -120,14 +120,12 @@ struct Product {
   static void multiply(
       const Decoder& decoder, const Strip& strip, const Panel<Cell>* panels, int64_t count, float* totals) {
     int64_t i = 1;
-    if (strip.matrix->is_interleaved)
-      convert_block(decoder, strip), i = 0;
-    else if (!strip.is_whole())
+    if (!strip.is_whole())
       convert(decoder, strip), i = 0;
     else if (count == 1)
       multiply_only(decoder, strip, panels, totals);
     else
-      multiply_units<PANEL_OF_MANY, true>(decoder, strip, panels, totals);
+      multiply_first<PANEL_OF_MANY, true>(decoder, strip, panels, totals);
     for (; i < count; i++) multiply_next(strip, panels + i, totals + i * MAX_PANEL * LANES);
   }
 
@@ -146,9 +144,17 @@ struct Product {
       const Decoder& decoder, const Strip& strip, const Panel<Cell>* panel, float* totals) {
 #define CASE(M)                 \
   if constexpr (M <= MAX_PANEL) \
-    if (panel->size == M) return multiply_units<M, false>(decoder, strip, panel, totals);
+    if (panel->size == M) return multiply_first<M, false>(decoder, strip, panel, totals);
     FOR_EACH_PANEL_SIZE(CASE)
 #undef CASE
+  }
+
+  template <int M, bool KEEPS>
+  static void multiply_first(
+      const Decoder& decoder, const Strip& strip, const Panel<Cell>* panel, float* totals) {
+    if constexpr (KEEPS || M > MAX_IN_REGISTERS)
+      if (strip.matrix->is_interleaved) return multiply_block<M, KEEPS>(decoder, strip, panel, totals);
+    multiply_units<M, KEEPS>(decoder, strip, panel, totals);
   }
 
   static void multiply_next(const Strip& strip, const Panel<Cell>* panel, float* totals) {
