@@ -1,10 +1,10 @@
-// Interleaved weights. A bundle is BUNDLE_ROWS rows. It has words of four bytes of each row in turn, so that a
-// vector of words is loaded without a transposition:
+// Multiplication by interleaved weights. A bundle is BUNDLE_ROWS rows of the weight. It contains a word (four
+// bytes) of each row in turn, so that no transposition is needed to load a vector of words:
 //
 //   word 0 of rows 0 1 ... 31 | word 1 of rows 0 1 ... 31 | ...
 //
-// Scales and minima are stored in the same way, with one float instead of a word. Each group consists of units,
-// and N is a multiple of BUNDLE_ROWS. The sums are the same as for other weights.
+// Scales and minima are stored in the same way, with a float instead of a word. Each group must consist of
+// complete units, and N must be a multiple of BUNDLE_ROWS. The results are the same bits as for other weights.
 #pragma once
 
 #include "weight_units.h"
@@ -12,7 +12,7 @@
 namespace {
 
 constexpr int BUNDLE_ROWS = 32;
-// Maximum size of a panel that is multiplied by cells in registers. Larger panels are multiplied by a tile.
+// Maximum size of a panel of which both the sums and the totals fit into the registers.
 constexpr int MAX_IN_REGISTERS = LANES == 16 ? 12 : 2;
 // Number of bytes between the units in use and the prefetched units.
 constexpr int BYTES_AHEAD = 8192;
@@ -23,12 +23,20 @@ inline const uint8_t* find_row(const ByteRows& rows, int64_t row, int size) {
   return rows.begin + (row - place) * rows.row_bytes + place * size;
 }
 
-// Loads a unit of LANES rows.
+// Loads a unit.
 INLINE Words load_words(const uint8_t* from) {
   Words words;
 #pragma GCC unroll 4
   for (int i = 0; i < UNIT_WORDS; i++) words.each[i] = load<Ints>(from + 4 * BUNDLE_ROWS * i);
   return Decoder::arrange(words);
+}
+
+// Prefetches a unit of each of `blocks` blocks into the second-level cache.
+INLINE void prefetch_units(const uint8_t* from, int blocks) {
+#pragma GCC unroll 4
+  for (int i = 0; i < UNIT_WORDS; i++, from += 4 * BUNDLE_ROWS)
+#pragma GCC unroll 2
+    for (int byte = 0; byte < blocks * 4 * LANES; byte += 64) __builtin_prefetch(from + byte, 0, 2);
 }
 
 // Scales or minima of LANES rows, one group after the other.
@@ -42,7 +50,7 @@ struct GroupFloats {
 
   int size() const { return kind == FLOAT32 ? 4 : 2; }
 
-  // Loads the floats of a group, for the rows from `offset` on.
+  // Loads the floats of a group for LANES rows, from row `offset` on.
   INLINE Floats load(int group, int offset = 0) const {
     const uint8_t* place = from + (group * BUNDLE_ROWS + offset) * size();
     if (kind == FLOAT32) return ::load<Floats>(place);
@@ -51,7 +59,12 @@ struct GroupFloats {
   }
 };
 
-// Sums of B blocks, each for a panel of size M. They are members of nested structs, like `Sums`.
+// Loads groups `first` to `last`.
+inline void load_floats(float* to, const GroupFloats& floats, int first, int last) {
+  for (int group = first; group < last; group++, to += LANES) store(to, floats.load(group));
+}
+
+// Sums of the products of B blocks with a panel of size M. They are members of nested structs, like `Sums`.
 template <int B, int M, class Sum>
 struct BlockSums {
   BlockSums<B - 1, M, Sum> others;
@@ -70,12 +83,15 @@ struct BlockSums {
   // Adds the products of a unit of each block with cells of x.
   INLINE void add_units(const Decoder& decoder, const uint8_t* from, const Cell* x) {
     others.add_units(decoder, from, x);
-    auto add = [&](int cell, Cells::Vector w) __attribute__((always_inline)) { last.add(w, x + cell * M); };
-    decoder.decode(load_words(from + (B - 1) * 4 * LANES), add);
+    Words words = load_words(from + (B - 1) * 4 * LANES);
+    decoder.decode(words, [&](int cell, Cells::Vector w) __attribute__((always_inline)) {
+      last.add(w, x + cell * M);
+    });
   }
 
   INLINE void add_to(
-      BlockSums<B, M, Floats>& totals, const GroupFloats& scales, int group, const Rounding* roundings) const {
+      BlockSums<B, M, Floats>& totals, const GroupFloats& scales, int group,
+      const Rounding* roundings) const {
     others.add_to(totals.others, scales, group, roundings);
     last.add_to(totals.last, scales.load(group, (B - 1) * LANES), roundings);
   }
@@ -101,8 +117,8 @@ struct BlockSums<0, M, Sum> {
   INLINE void store_to(float*) const {}
 };
 
-// Number of blocks that are multiplied at a time by a panel. With few rows of x, the sums of one block are too
-// few: additions would wait for each other.
+// Number of blocks that are multiplied by a panel of size M at a time. With few rows of x, one block has so few
+// sums that their additions would wait for each other.
 template <int M>
 constexpr int BLOCKS = M * 8 <= 2 * LANES ? 2 : 1;
 
@@ -122,11 +138,7 @@ NOINLINE void multiply_bundle(const Matrix& matrix, int64_t row, const Panel<Cel
       BlockSums<B, M, Cells::Sum> sums;
       sums.start(roundings);
       for (int left = smaller(rest, groups.segment_cells); left > 0; left -= Decoder::CELLS) {
-#pragma GCC unroll 4
-        for (int i = 0; i < UNIT_WORDS; i++)
-#pragma GCC unroll 8
-        for (int line = 0; line < B * 4 * LANES; line += 64)
-          __builtin_prefetch(from + BYTES_AHEAD + i * 4 * BUNDLE_ROWS + line, 0, 2);
+        prefetch_units(from + BYTES_AHEAD, B);
         sums.add_units(*matrix.decoder, from, x);
         from += UNIT_BYTES * BUNDLE_ROWS, x += Decoder::CELLS * M;
       }
@@ -138,8 +150,7 @@ NOINLINE void multiply_bundle(const Matrix& matrix, int64_t row, const Panel<Cel
   totals.store_to(to);
 }
 
-// Converts the units of a strip and multiplies them by a panel of size M. If KEEPS, the cells are also written to
-// the tile.
+// Does the same as `multiply_units` for interleaved weights.
 template <int M, bool KEEPS>
 NOINLINE void multiply_block(
     const Decoder& decoder, const Strip& strip, const Panel<Cell>* panel, float* totals) {
@@ -151,6 +162,7 @@ NOINLINE void multiply_block(
     Sums<M, Cells::Sum> sums;
     sums.start(at.roundings);
     for (int left = at.num_cells(); left > 0; left -= Decoder::CELLS) {
+      prefetch_units(from + BYTES_AHEAD, 1);
       decoder.decode(load_words(from), [&](int cell, Cells::Vector w) __attribute__((always_inline)) {
         if (KEEPS) memcpy(tile + cell * LANES, &w, sizeof w);
         sums.add(w, at.x + cell * M);

@@ -9,7 +9,7 @@
 //   order    i32 [L, K], the input of each column, only if the attribute `has_order` is set
 //   sizes    i32 [X], the number of rows that each weight multiplies
 //
-// If the attribute `is_interleaved` is set, the rows of values, scales and minima are interleaved, see `bundles.h`.
+// If the attribute `is_interleaved` is set, values, scales and minima are stored as in `bundles.h`.
 #pragma once
 
 #include "quantised_product.h"

@@ -22,9 +22,9 @@ struct Product {
   }
 
   void run(int64_t part) {
-    constexpr int ROWS = BUNDLE_ROWS;  // a multiple of LANES
-    int64_t count = (matrix.N + ROWS - 1) / ROWS;
-    int64_t row = part * count / num_parts * ROWS, end = smaller((part + 1) * count / num_parts * ROWS, matrix.N);
+    int64_t step = matrix.is_interleaved ? BUNDLE_ROWS : LANES, count = (matrix.N + step - 1) / step;
+    int64_t row = part * count / num_parts * step, end = (part + 1) * count / num_parts * step;
+    end = smaller(end, matrix.N);
     if (matrix.is_interleaved && num_panels == 1 && panels->size <= MAX_IN_REGISTERS)
       multiply_bundles(row, end);
     else
@@ -105,12 +105,10 @@ struct Product {
     int first = strip.first / strip.groups.num_segments;
     int last = (strip.last - 1) / strip.groups.num_segments + 1;
     auto load = [&](float* to, const ByteRows& rows, FloatKind kind) {
-      if (matrix.is_interleaved) {
-        const GroupFloats floats(rows, strip.row, kind);
-        for (int group = first; group < last; group++) store(to + (group - first) * LANES, floats.load(group));
-        return to;
-      }
-      transpose_floats(to, rows, strip.row, strip.num_rows, first, last, kind);
+      if (matrix.is_interleaved)
+        load_floats(to, GroupFloats(rows, strip.row, kind), first, last);
+      else
+        transpose_floats(to, rows, strip.row, strip.num_rows, first, last, kind);
       return to;
     };
     strip.scales = load(scales, matrix.scales, matrix.scale_kind);
