@@ -122,9 +122,10 @@ struct BlockSums<0, M, Sum> {
 template <int M>
 constexpr int BLOCKS = M * 8 <= 2 * LANES ? 2 : 1;
 
-// Multiplies BLOCKS<M> blocks, from row `row` on, by a panel of size M, and writes the totals.
+// Multiplies BLOCKS<M> blocks, from row `row` on, by a panel of size M, and writes the totals. The sums and the
+// totals stay in registers.
 template <int M>
-NOINLINE void multiply_bundle(const Matrix& matrix, int64_t row, const Panel<Cell>& panel, float* to) {
+NOINLINE void multiply_whole_rows(const Matrix& matrix, int64_t row, const Panel<Cell>& panel, float* to) {
   constexpr int B = BLOCKS<M>;
   const Groups& groups = matrix.groups;
   const GroupFloats scales(matrix.scales, row, matrix.scale_kind), mins(matrix.mins, row, matrix.min_kind);
@@ -150,9 +151,9 @@ NOINLINE void multiply_bundle(const Matrix& matrix, int64_t row, const Panel<Cel
   totals.store_to(to);
 }
 
-// Does the same as `multiply_units` for interleaved weights.
+// Does the same as `multiply_units`, for interleaved weights.
 template <int M, bool KEEPS>
-NOINLINE void multiply_block(
+NOINLINE void multiply_interleaved(
     const Decoder& decoder, const Strip& strip, const Panel<Cell>* panel, float* totals) {
   Position at(strip, panel);
   const uint8_t* from = find_row(strip.matrix->values, strip.row, 4);

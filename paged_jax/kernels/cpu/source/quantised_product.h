@@ -1,4 +1,4 @@
-// Division of the product of a quantised weight and panels into parts, blocks and strips.
+// Product of a quantised weight and panels: its division into parts for threads, and of these into strips.
 #pragma once
 
 #include "bundles.h"
@@ -26,32 +26,32 @@ struct Product {
     int64_t row = part * count / num_parts * step, end = (part + 1) * count / num_parts * step;
     end = smaller(end, matrix.N);
     if (matrix.is_interleaved && num_panels == 1 && panels->size <= MAX_IN_REGISTERS)
-      multiply_bundles(row, end);
+      multiply_whole_rows(row, end);
     else
-      multiply_blocks(row, end);
+      multiply_strips(row, end);
   }
 
-  // Multiplies rows `row` to `end` of interleaved weights by a panel.
-  void multiply_bundles(int64_t row, int64_t end) const {
+  // Multiplies rows `row` to `end` of interleaved weights by a panel of at most MAX_IN_REGISTERS rows.
+  void multiply_whole_rows(int64_t row, int64_t end) const {
 #define CASE(M)                        \
   if constexpr (M <= MAX_IN_REGISTERS) \
-    if (panels->size == M) return multiply_bundles_by<M>(row, end);
+    if (panels->size == M) return multiply_whole_rows_by<M>(row, end);
     FOR_EACH_PANEL_SIZE(CASE)
 #undef CASE
   }
 
   template <int M>
-  void multiply_bundles_by(int64_t row, int64_t end) const {
+  void multiply_whole_rows_by(int64_t row, int64_t end) const {
     float totals[BLOCKS<M> * M * LANES];
     for (; row < end; row += BLOCKS<M> * LANES) {
-      multiply_bundle<M>(matrix, row, *panels, totals);
+      ::multiply_whole_rows<M>(matrix, row, *panels, totals);
       for (int block = 0; block < BLOCKS<M>; block++)
         write(row + block * LANES, LANES, *panels, totals + block * M * LANES);
     }
   }
 
-  // Multiplies rows `row` to `end` of the weights by all panels.
-  void multiply_blocks(int64_t row, int64_t end) const {
+  // Multiplies rows `row` to `end` of the weights by all panels, one strip after the other.
+  void multiply_strips(int64_t row, int64_t end) const {
     int64_t num_chunks = (num_panels + CHUNK_PANELS - 1) / CHUNK_PANELS;
     int64_t chunk = (num_panels + num_chunks - 1) / num_chunks;
     int segments = segments_in_strip();
@@ -147,11 +147,12 @@ struct Product {
 #undef CASE
   }
 
+  // Converts the units of a strip and multiplies them by the first panel.
   template <int M, bool KEEPS>
   static void multiply_first(
       const Decoder& decoder, const Strip& strip, const Panel<Cell>* panel, float* totals) {
     if constexpr (KEEPS || M > MAX_IN_REGISTERS)
-      if (strip.matrix->is_interleaved) return multiply_block<M, KEEPS>(decoder, strip, panel, totals);
+      if (strip.matrix->is_interleaved) return multiply_interleaved<M, KEEPS>(decoder, strip, panel, totals);
     multiply_units<M, KEEPS>(decoder, strip, panel, totals);
   }
 
