@@ -389,8 +389,8 @@ int main() {
   const int64_t sizes[][2] = {SIZES};
   Decoder decoder((float*)guarded(64));
   for (auto& [K, groups] : sizes)
-    for (int64_t N : {1, 16, 35})
-      for (int64_t M : {1, 5, 21}) {
+    for (int64_t N : {1, 16, 35, 64})
+      for (int64_t M : {1, 5, 16, 21}) {
         int64_t row_bytes = Decoder::IS_PACKED ? K / 2 : K;
         auto* values = (uint8_t*)guarded(N * row_bytes);
         auto* scales = (uint8_t*)guarded(N * groups * 2);
@@ -409,6 +409,7 @@ int main() {
             {scales, groups * 2, scales + N * groups * 2},
             {mins, groups * 4, mins + N * groups * 4},
             FLOAT16, FLOAT32, &decoder, N, panels.groups};
+        matrix.is_interleaved = N == 64 && panels.groups.size % Decoder::INPUTS == 0;
         Product product = {matrix, panels.panels, panels.num_panels, panels.out};
         product.divide(2);
         for (int64_t i = 0; i < product.num_parts; i++) product.run(i);

@@ -1,0 +1,145 @@
+"""The C++ kernels for weights with interleaved rows: the same bits as for rows in their order."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax.kernels import cpu
+from paged_jax.kernels.linear import Stack, Weight, linear
+from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat
+from tests.support.compiler import needs_compiler, needs_vnni
+from tests.support.covering import all_pairs
+from tests.support.weights import FORMATS, make_weight, random_arrays
+
+pytestmark = needs_compiler
+
+# Whole panels of all sizes, incomplete panels, several panels, and several chunks of panels.
+NUM_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 17, 64, 256, 300)
+# 4-bit values in groups of 16 end within a unit.
+SUPPORTED = [name for name in FORMATS if name != "nvfp4"]
+INT8_INPUTS = [name for name in SUPPORTED if FORMATS[name].code not in ("float8_e4m3fn", "nf4")]
+
+
+def interleave(array, width):
+    """Interleave runs of `width` elements of 32 rows."""
+    if array is None:
+        return None
+    bundles = np.split(array.reshape(-1, array.shape[-1]), array.size // array.shape[-1] // 32)
+    runs = [
+        rows[:, start : start + width]
+        for rows in bundles
+        for start in range(0, array.shape[-1], width)
+    ]
+    return np.concatenate(runs).reshape(array.shape)
+
+
+def interleaved(arrays: WeightArrays) -> WeightArrays:
+    values, scales, mins, order = arrays
+    return WeightArrays(interleave(values, 4), interleave(scales, 1), interleave(mins, 1), order)
+
+
+def both_weights(format: WeightFormat, shape: tuple[int, ...], dtype: str) -> tuple[Weight, Weight]:
+    """Return the same matrix with rows in their order, and with interleaved rows."""
+    arrays = random_arrays(format, shape, np.random.default_rng(shape[0]))
+    bundled = make_weight(interleaved(arrays), format, dtype)
+    return make_weight(arrays, format, dtype), dataclasses.replace(bundled, is_interleaved=True)
+
+
+def check_bits(format: WeightFormat, num_outputs: int, dtype: str, backend: str) -> None:
+    # Units of 16 or 32 inputs; several strips; the last segment of a row is shorter than others.
+    num_inputs = 1344
+    plain, bundled = both_weights(format, (num_outputs, num_inputs), dtype)
+    assert cpu.Cpu().supports_interleaved(plain)
+    x = np.random.default_rng(0).normal(size=(NUM_ROWS[-1], num_inputs)).astype(np.float32)
+    x[11] = 0
+
+    @jax.jit
+    def run(x, plain, bundled):
+        multiply = functools.partial(linear, backend=backend)
+        return [(multiply(x[:num], plain), multiply(x[:num], bundled)) for num in NUM_ROWS]
+
+    lowered = run.lower(x, plain, bundled)
+    calls = lowered.as_text().count("custom_call @paged_jax_quantised_linear")
+    assert calls == 2 * len(NUM_ROWS)
+    for want, got in lowered.compile()(x, plain, bundled):
+        assert np.abs(want).max() > 1
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "num_outputs"),
+    [
+        tuple(row.values())
+        for row in all_pairs(
+            {"name": SUPPORTED, "dtype": ["bfloat16", "float32"], "num_outputs": [32, 96]}
+        )
+    ],
+)
+def test_linear_gives_the_same_bits(name, dtype, num_outputs) -> None:
+    check_bits(FORMATS[name], num_outputs, dtype, "cpu")
+
+
+@needs_vnni
+@pytest.mark.parametrize("name", INT8_INPUTS)
+def test_int8_inputs_give_the_same_bits(name) -> None:
+    check_bits(FORMATS[name], 96, "bfloat16", "cpu_int8")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_scales_and_minima_of_every_dtype(dtype) -> None:
+    check_bits(WeightFormat("uint4", 32, dtype, dtype), 64, "bfloat16", "cpu")
+
+
+@pytest.mark.parametrize("name", ["q4_1", "q8_0"])
+def test_linear_reads_a_layer_of_the_stack(name) -> None:
+    """Outputs have two dimensions. Layers are interleaved separately."""
+    format, rng = FORMATS[name], np.random.default_rng(0)
+    layers = [random_arrays(format, (3, 32, 64), rng) for _ in range(3)]
+    layers = [(arrays, interleaved(arrays)) for arrays in layers]
+    stack = jax.tree.map(lambda *each: jnp.stack(each), *(bundled for _, bundled in layers))
+    x = rng.normal(size=(5, 64)).astype(np.float32)
+    program = jax.jit(linear)
+    for layer, (plain, bundled) in enumerate(layers):
+        w = dataclasses.replace(
+            make_weight(bundled, format, "bfloat16"),
+            stack=Stack(stack, jnp.int32(layer)),
+            is_interleaved=True,
+        )
+        want = program(x, make_weight(plain, format, "bfloat16"))
+        np.testing.assert_array_equal(program(x, w), want)
+
+
+@pytest.mark.parametrize(
+    ("format", "shape", "is_supported"),
+    [
+        (FORMATS["q4_0"], (64, 96), True),
+        (FORMATS["q4_0"], (2, 3, 16, 96), True),
+        (FORMATS["q4_0"], (48, 96), False),
+        (FORMATS["nvfp4"], (64, 96), False),
+        (FORMATS["q6_k"], (64, 96), True),
+        (WeightFormat("int8", 8, "float32"), (64, 96), False),
+        (FORMATS["int8 of a row"], (64, 80), True),
+        (FORMATS["int8 of a row"], (64, 77), False),
+    ],
+    ids=str,
+)
+def test_supports_interleaved_needs_whole_bundles_and_units(format, shape, is_supported) -> None:
+    w = make_weight(random_arrays(format, shape, np.random.default_rng(0)), format)
+    assert cpu.Cpu().supports_interleaved(w) == is_supported
+
+
+def test_supports_interleaved_is_false_for_floats() -> None:
+    assert not cpu.Cpu().supports_interleaved(Weight(jnp.ones((32, 64))))
+
+
+def test_results_of_rows_do_not_depend_on_other_rows() -> None:
+    _, w = both_weights(FORMATS["q4_1"], (64, 96), "bfloat16")
+    x = np.random.default_rng(0).normal(size=(40, 96)).astype(np.float32)
+    program = jax.jit(linear)
+    together = np.asarray(program(x, w))
+    for num_rows in (1, 5, 16, 25):
+        np.testing.assert_array_equal(program(x[:num_rows], w), together[:num_rows])
