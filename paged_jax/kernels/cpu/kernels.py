@@ -86,9 +86,8 @@ def _test_linear(target: str, kernel: Kernel) -> Results:
 
 
 def _test_quantised_linear(target: str, kernel: Kernel) -> Results:
-    """Test weights in plain rows of incomplete units, and interleaved weights."""
-    is_packed = kernel.code == PACKED
-    K, groups = (96, 3) if is_packed else (77, 7)
+    """Test weights with rows in their order, and with interleaved rows."""
+    K, groups = (96, 3) if kernel.code == PACKED else (77, 7)
     tests = [
         _test_quantised_groups(target, kernel, (37, K, groups), is_interleaved=False),
         _test_quantised_groups(target, kernel, (64, 96, 3), is_interleaved=True),

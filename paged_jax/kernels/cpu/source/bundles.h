@@ -70,11 +70,6 @@ struct BlockSums {
   BlockSums<B - 1, M, Sum> others;
   Sums<M, Sum> last;
 
-  INLINE void clear() {
-    others.clear();
-    last.clear();
-  }
-
   INLINE void start(const Rounding* roundings) {
     others.start(roundings);
     last.start(roundings);
@@ -109,7 +104,6 @@ struct BlockSums {
 
 template <int M, class Sum>
 struct BlockSums<0, M, Sum> {
-  INLINE void clear() {}
   INLINE void start(const Rounding*) {}
   INLINE void add_units(const Decoder&, const uint8_t*, const Cell*) {}
   INLINE void add_to(BlockSums<0, M, Floats>&, const GroupFloats&, int, const Rounding*) const {}
@@ -133,11 +127,10 @@ NOINLINE void multiply_whole_rows(const Matrix& matrix, int64_t row, const Panel
   const Cell* x = panel.cells;
   const Rounding* roundings = panel.roundings;
   BlockSums<B, M, Floats> totals;
-  totals.clear();
   for (int group = 0; group < groups.count; group++) {
     for (int rest = groups.cells; rest > 0; rest -= groups.segment_cells) {
       BlockSums<B, M, Cells::Sum> sums;
-      sums.start(roundings);
+      if constexpr (Cells::HAS_SCALES) sums.start(roundings);
       for (int left = smaller(rest, groups.segment_cells); left > 0; left -= Decoder::CELLS) {
         prefetch_units(from + BYTES_AHEAD, B);
         sums.add_units(*matrix.decoder, from, x);
@@ -161,7 +154,7 @@ NOINLINE void multiply_interleaved(
   Cell* tile = strip.tile;
   for (int i = strip.first; i < strip.last; i++) {
     Sums<M, Cells::Sum> sums;
-    sums.start(at.roundings);
+    if constexpr (Cells::HAS_SCALES) sums.start(at.roundings);
     for (int left = at.num_cells(); left > 0; left -= Decoder::CELLS) {
       prefetch_units(from + BYTES_AHEAD, 1);
       decoder.decode(load_words(from), [&](int cell, Cells::Vector w) __attribute__((always_inline)) {

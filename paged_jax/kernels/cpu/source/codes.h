@@ -165,7 +165,8 @@ struct TwoPairs {
 #define NOINLINE __attribute__((noinline))
 
 // Each decoder below converts units. `transpose` prepares a unit; `arrange` prepares a unit of interleaved
-// weights, which are words already. `decode` then calls f(cell, vector) for the cells of the unit in order. Number `which` of a cell belongs to input `input(cell, which)` of the unit.
+// weights, which needs no transposition. `decode` then calls f(cell, vector) for the cells of the unit in order.
+// Number `which` of a cell belongs to input `input(cell, which)` of the unit.
 // Decoders to pairs can also convert a unit in STEPS steps: `pairs` returns the two cells of a step.
 
 // 8-bit values. Their inputs are in the original order.

@@ -152,20 +152,12 @@ inline Floats scaled(Ints sum, const Rounding* rounding) {
 template <int M, class Sum>
 struct Sums {
   Sums<M - 1, Sum> others;
-  Sum last;  // has no initializer, because GCC would clear all sums in memory
-
-  INLINE void clear() {
-    others.clear();
-    last = Sum{};
-  }
+  Sum last = {};
 
   // Sets the initial sums at the beginning of a segment.
   INLINE void start(const Rounding* roundings) {
     others.start(roundings);
-    if constexpr (Cells::HAS_SCALES)
-      last = Ints{} + roundings[M - 1].start;
-    else
-      last = Sum{};
+    last = Ints{} + roundings[M - 1].start;
   }
 
   INLINE void add(Cells::Vector w, const Cell* x) {
@@ -215,7 +207,6 @@ struct Sums {
 
 template <class Sum>
 struct Sums<0, Sum> {
-  INLINE void clear() {}
   INLINE void start(const Rounding*) {}
   INLINE void add(Cells::Vector, const Cell*) {}
   INLINE void load_from(const float*) {}
@@ -320,7 +311,7 @@ NOINLINE void multiply_units(
   UnitCells<Decoder, IS_AHEAD> cells(decoder, following);
   for (int i = strip.first; i < strip.last; i++) {
     Sums<M, Cells::Sum> sums;
-    sums.start(at.roundings);
+    if constexpr (Cells::HAS_SCALES) sums.start(at.roundings);
     for (int left = at.num_cells(); left > 0; left -= Decoder::CELLS) {
       words = following;
       if (from < end) following = load_next();  // during the additions of this unit
@@ -355,7 +346,7 @@ NOINLINE void multiply_tile(const Strip& strip, const Panel<Cell>* panel, float*
   if constexpr (KEEPS_TOTALS<M>) kept.load_from(totals);
   for (int i = strip.first; i < strip.last; i++) {
     Sums<M, Cells::Sum> sums;
-    sums.start(at.roundings);
+    if constexpr (Cells::HAS_SCALES) sums.start(at.roundings);
 #pragma GCC unroll 2
     for (int left = at.num_cells(); left > 0; left--, tile += LANES, at.x += M)
       sums.add(load<Cells::Vector>(tile), at.x);
