@@ -27,7 +27,7 @@ from paged_jax.kernels import norm_rope, triton
 from paged_jax.kernels.pool_format import QUANTISED
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import ModelSpec
-from paged_jax.models.matrices import MatrixFormats
+from paged_jax.models.matrix_formats import MatrixFormats
 from paged_jax.runner.compiler import COMPILER_OPTIONS
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.programs import Call, Program, ProgramKey, list_programs

@@ -73,7 +73,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_groups import LayerGroup, StateShape
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import ModelSpec
-from paged_jax.models.matrices import MatrixFormats
+from paged_jax.models.matrix_formats import MatrixFormats
 from paged_jax.models.tensor_parallel import DeviceShard
 from paged_jax.runner.sizes import Sizes
 from paged_jax.sampling.filters import Constraints

@@ -14,7 +14,7 @@ from paged_jax.engine.config import EngineConfig
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.gguf_file import GgufFile, is_gguf
 from paged_jax.models.llama import Llama
-from paged_jax.models.loading.pretrained import bundled_folder, read_config
+from paged_jax.models.loading.pretrained import bundled_folder, from_pretrained, read_config
 from paged_jax.models.model_folder import describe_missing_model, find_model
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.tensor_parallel import TensorParallel
@@ -134,11 +134,12 @@ def load_weights(options: EngineConfig) -> Weights:
     }
     # Also take this branch for a missing folder, because `from_pretrained` raises the error for it.
     if mesh is None or not folder.exists():
-        # If JAX runs on a CPU with a backend other than "cpu", do not stack the layers, because
-        # that backend would copy the weights of each layer out of the stack.
-        is_copied = backend not in (None, "cpu") and jax.default_backend() == "cpu"
-        scan_layers = False if is_copied else None
-        return Weights(Llama.from_pretrained(model, scan_layers=scan_layers, **given))
+        if jax.default_backend() == "cpu":
+            # The layout that the kernels for CPUs read fastest. Other backends would copy the
+            # weights of each layer out of a stack, and the rows back to their order.
+            has_kernels = backend in (None, "cpu")
+            given |= {"scan_layers": None if has_kernels else False, "interleave": has_kernels}
+        return Weights(from_pretrained(Llama, model, **given))
     parallel = TensorParallel.create("Engine", mesh, read_config(folder))
     placed = Llama.from_pretrained(folder, sharding=parallel.model_sharding, **given)
     # Use the config of the loaded model, because its dtype is the dtype of the loaded weights.

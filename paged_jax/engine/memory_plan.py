@@ -50,7 +50,7 @@ from paged_jax.engine.pool_size import resolve_kv_dtype
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_groups import NOTHING
 from paged_jax.models.loading.parameters import resolve_dtype
-from paged_jax.models.matrices import MatrixFormats, float_type
+from paged_jax.models.matrix_formats import MatrixFormats, float_type
 from paged_jax.models.mixer_sizes import Mamba2
 from paged_jax.models.tensor_parallel import shard_config
 from paged_jax.runner.sizes import Sizes

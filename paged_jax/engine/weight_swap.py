@@ -24,7 +24,7 @@ from paged_jax.models.loading.conversion import (
 from paged_jax.models.loading.parameters import named_arrays
 from paged_jax.models.loading.pretrained import from_pretrained, read_config
 from paged_jax.models.loading.tensor_map import EMBEDDINGS, HEAD
-from paged_jax.models.matrices import (
+from paged_jax.models.matrix_formats import (
     SCALE,
     SUFFIXES,
     MatrixFormats,

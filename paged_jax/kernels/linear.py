@@ -23,7 +23,7 @@ from paged_jax.formatting import short_repr
 from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.dispatch import cpu_backend, general_backend, linear_backend, run_kernel
 from paged_jax.kernels.gradients import differentiable_once
-from paged_jax.kernels.weight_formats import Stack, Weight
+from paged_jax.kernels.weight_formats import Stack, Weight, WeightFormat
 
 __all__ = [
     "LayerWeights",
@@ -34,6 +34,7 @@ __all__ = [
     "copies_weights",
     "grouped_linear",
     "linear",
+    "reads_interleaved_rows",
     "reads_stacked_weights",
     "sum_rows",
 ]
@@ -133,6 +134,27 @@ def reads_stacked_weights(platform: str) -> bool:
     return platform == "cpu" and cpu_backend().is_available()
 
 
+def reads_interleaved_rows(
+    platform: str, format: WeightFormat, shape: tuple[int, ...], dtype: DTypeLike
+) -> bool:
+    """Return whether kernels for a platform read weights with interleaved rows.
+
+    These kernels are then faster than with rows in their order.
+
+    Args:
+      platform: see `copies_weights`.
+      format: format of the weight.
+      shape: shape of the weight, ``[*out, in]``.
+      dtype: float dtype of the model.
+    """
+    if platform != "cpu" or not format.is_quantised:
+        return False
+    shapes = format.shapes(shape)
+    arrays: Any = {name: jax.ShapeDtypeStruct(*shapes[name]) for name in shapes}
+    weight = Weight(**arrays, code=format.code, dtype=jnp.dtype(dtype))
+    return cpu_backend().supports_interleaved(weight)
+
+
 def attends_to_tiles(platform: str) -> bool:
     """Return whether prefill attention on a platform is faster for chunks cut into tiles.
 
@@ -213,7 +235,7 @@ def _merge_outputs(w: Weight) -> Weight:
     stack = lax.stop_gradient(w.stack)
     if stack is not None:
         stack = Stack(stack.arrays.merge_outputs(2), jnp.asarray(stack.layer, jnp.int32))
-    return Weight(*w.arrays.merge_outputs(1), stack=stack, code=w.code, dtype=w.dtype)
+    return dataclasses.replace(w, **w.arrays.merge_outputs(1)._asdict(), stack=stack)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -19,7 +19,7 @@ The functions accept arrays of NumPy and of JAX, and return arrays of the same k
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -34,6 +34,9 @@ from paged_jax.formatting import short_repr
 # bytes.
 PACKED_INPUTS = 32
 PACKED_BYTES = PACKED_INPUTS // 2
+
+# Number of consecutive rows that `interleave` combines.
+INTERLEAVED_ROWS = 32
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # The numbers of NF4 are quantiles of the normal distribution (QLoRA, arXiv 2305.14314, appendix E).
@@ -73,6 +76,7 @@ class WeightFormat:
       scale_dtype: float dtype of the scales; None for plain floats, which have no scales.
       min_dtype: float dtype of the minima; None for no minima.
       has_order: whether the inputs are reordered.
+      is_interleaved: whether the rows are interleaved, see `interleave`.
     """
 
     code: str
@@ -80,6 +84,7 @@ class WeightFormat:
     scale_dtype: str | None = None
     min_dtype: str | None = None
     has_order: bool = False
+    is_interleaved: bool = False
 
     @property
     def is_quantised(self) -> bool:
@@ -95,6 +100,11 @@ class WeightFormat:
     def value_dtype(self) -> np.dtype:
         """Dtype of the array of values."""
         return jnp.dtype("uint8" if self.is_packed else self.code)
+
+    @property
+    def in_order(self) -> "WeightFormat":
+        """The same format without interleaved rows."""
+        return replace(self, is_interleaved=False)
 
     def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Return the shape and dtype of each array of a matrix. Keys are fields of `WeightArrays`.
@@ -211,13 +221,82 @@ class Weight:
             jnp.dtype(self.scales.dtype).name,
             None if self.mins is None else jnp.dtype(self.mins.dtype).name,
             self.order is not None,
+            self.is_interleaved,
         )
+
+    @property
+    def in_order(self) -> "Weight":
+        """The matrix without interleaved rows, and without `stack`."""
+        if not self.is_interleaved:
+            return self
+        arrays = jax.tree.map(undo_interleave, self.arrays._replace(order=None))
+        return Weight(*arrays._replace(order=self.order), code=self.code, dtype=self.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the matrix, ``[*out, in]``."""
         *out, columns = self.values.shape
         return *out, columns * (2 if self.code in CODES else 1)
+
+
+def interleave(array: Any) -> Any:
+    """Interleave the rows of matrices, for kernels that multiply by many rows at a time.
+
+    `INTERLEAVED_ROWS` consecutive rows form a bundle. The memory of a bundle starts with the first
+    4 values of each row, if values take a byte. The next 4 values of each row follow, and so on.
+    Scales and minima, which take more than a byte, are interleaved one by one::
+
+        array                   order of its elements in memory
+        values [N, C]           [N / 32, C / 4, 32, 4]
+        scales [N, groups]      [N / 32, groups, 32]
+
+    The array keeps its shape. Only `WeightFormat.is_interleaved` tells the two orders apart.
+
+    Args:
+      array: values, scales or minima of quantised matrices, ``[*out, columns]``. The number of rows
+        of each matrix is a multiple of `INTERLEAVED_ROWS`, and the number of bytes of a row is a
+        multiple of 4.
+    """
+    return _permute(array, lambda runs: runs.reshape(-1, INTERLEAVED_ROWS, *runs.shape[1:]))
+
+
+def undo_interleave(array: Any) -> Any:
+    """Undo `interleave`."""
+    return _permute(array, _bundles)
+
+
+def _permute(array: Any, split: Callable[[Any], Any]) -> Any:
+    """Permute the elements of an array.
+
+    `split` gets ``[N, runs, run]``, where the elements of a run stay together, and returns it with
+    four dimensions. The two in the middle are swapped.
+    """
+    if isinstance(array, np.ndarray) and array.dtype.itemsize == 1:
+        # NumPy moves elements of 4 bytes ten times as fast as runs of 4 elements.
+        words = np.ascontiguousarray(array).view(np.uint32)
+        return np.ascontiguousarray(_permute(words, split)).view(array.dtype)
+    return split(_runs(array)).swapaxes(1, 2).reshape(array.shape)
+
+
+def take_interleaved_rows(array: jax.Array, rows: jax.Array) -> jax.Array:
+    """Return rows of an interleaved array ``[N, columns]``, each in its original order.
+
+    `rows` are indices of rows, i32 of any shape. The result is ``[*rows.shape, columns]``.
+    """
+    bundles = _bundles(_runs(as_bits(array)))
+    taken = bundles[rows // INTERLEAVED_ROWS, :, rows % INTERLEAVED_ROWS]
+    return from_bits(taken.reshape(*rows.shape, array.shape[-1]), array.dtype)
+
+
+def _runs(array: Any) -> Any:
+    """Reshape an array of rows to ``[N, runs, run]``."""
+    run = 4 if array.dtype.itemsize == 1 else 1
+    return array.reshape(-1, array.shape[-1] // run, run)
+
+
+def _bundles(runs: Any) -> Any:
+    """Reshape interleaved runs to the order of their elements in memory."""
+    return runs.reshape(-1, runs.shape[1], INTERLEAVED_ROWS, runs.shape[2])
 
 
 def pack(values: Any) -> Any:

@@ -27,12 +27,8 @@ from paged_jax.models.layer_attention import (
     values_of_heads,
 )
 from paged_jax.models.layer_groups import NOTHING
-from paged_jax.models.matrices import (
-    LayerParameters,
-    MatrixFormats,
-    add_matrix,
-    random_matrix,
-)
+from paged_jax.models.matrices import LayerParameters, add_matrix, random_matrix
+from paged_jax.models.matrix_formats import MatrixFormats
 from paged_jax.models.mixers import initial_vector, mix
 from paged_jax.models.mlp import ACTIVATIONS, gated_mlp, project_out, routed_experts
 from paged_jax.models.residual import (

@@ -21,16 +21,15 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer import Layer
 from paged_jax.models.layer_attention import Attend, Carry, causal_attention
 from paged_jax.models.matrices import (
-    MatrixFormats,
     Sharding,
     add_matrix,
-    float_type,
     get_matrix,
     look_up,
     look_up_differentiably,
     random_matrix,
     separate_matrices,
 )
+from paged_jax.models.matrix_formats import MatrixFormats, float_type
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.residual import apply_norm, initial_norm_weight, merge_streams, split_streams
 from paged_jax.models.rope import all_rotations
@@ -48,8 +47,8 @@ class Llama(PagedModel):
       config: configuration of the model. With `shard`, the configuration of one device, see
         `tensor_parallel.shard_config`.
       dtype: floating-point dtype of the weights, or a quantised format such as ``"int8"``, see
-        `matrices.DTYPE_FORMATS`. With a quantised format, only large matrices are quantised, and
-        other parameters have ``config.dtype``. Activations and logits are float32.
+        `matrix_formats.DTYPE_FORMATS`. With a quantised format, only large matrices are quantised,
+        and other parameters have ``config.dtype``. Activations and logits are float32.
       formats: storage format of each matrix; None for the formats that `dtype` implies.
       scan_layers: whether to stack the layers along a leading dimension ``L`` and scan over them.
         Stacked layers compile fastest. They are recommended on TPUs, and on CPUs with this

@@ -1,43 +1,38 @@
-"""Weight matrices of a model: their formats and parameters, and embedding lookup.
-
-A quantised matrix consists of several parameters. For ``qkv_proj``, they are the values
-``qkv_proj``, the scales ``qkv_proj_scale``, and in some formats ``qkv_proj_min`` and
-``qkv_proj_order``, see `paged_jax.kernels.weight_formats`. An int8 matrix made by `quantise` has
-one float32 scale per row, which maps the largest absolute value of the row to 127. So the rounding
-error is at most half of the scale. Only weights are quantised, not activations.
-"""
+"""Weight matrices as parameters of a model, and embedding lookup."""
 
 import contextlib
 import contextvars
-import math
-import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.linear import LayerWeights, Matrix, Stack, Weight, linear
+from paged_jax.kernels.linear import (
+    LayerWeights,
+    Matrix,
+    Stack,
+    Weight,
+    linear,
+)
 from paged_jax.kernels.weight_formats import (
-    INT8,
-    PACKED_INPUTS,
     WeightArrays,
     WeightFormat,
     as_bits,
     dequantise,
     from_bits,
+    take_interleaved_rows,
 )
-from paged_jax.models.config import LlamaConfig
+from paged_jax.models.matrix_formats import (
+    SUFFIXES,
+    MatrixFormats,
+)
 from paged_jax.models.quantise import quantise
-
-# Suffixes in the names of parameters that hold the scales, minima and input order of a matrix.
-SUFFIXES = SCALE, MIN, ORDER = "_scale", "_min", "_order"
 
 # Number of lanes of a TPU vector register: each of its rows has this number of elements.
 _TPU_LANES = 128
@@ -49,23 +44,6 @@ _HAS_ONLY_SHAPES = contextvars.ContextVar("_HAS_ONLY_SHAPES", default=False)
 # parameter's name and shape. The name is "layers.0.qkv_proj", or "layers.qkv_proj" if the layers
 # are stacked. None is the default device.
 Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None
-
-
-def matrix_name(name: str) -> str:
-    """Return the name of the matrix to which a parameter belongs, by removing the suffix.
-
-    Example:
-      >>> [matrix_name(name) for name in ("layers.0.o_proj", "layers.0.o_proj_scale", "norm")]
-      ['layers.0.o_proj', 'layers.0.o_proj', 'norm']
-    """
-    suffix = next((each for each in SUFFIXES if name.endswith(each)), "")
-    return name.removesuffix(suffix)
-
-
-def is_stacked(name: str) -> bool:
-    """Return whether a name like ``"layers.o_proj"`` denotes a parameter stacked over layers."""
-    scope, _, kind = name.partition(".")
-    return scope == "layers" and "." not in kind
 
 
 @contextlib.contextmanager
@@ -160,7 +138,13 @@ def get_matrix(
         # `module` is a slice of the stack. Gradients must flow through the slice, not the stack.
         whole = Stack(lax.stop_gradient(_parameters(stack, name)), layer)
     code = format.code if format.is_packed else None
-    return Weight(*_parameters(module, name), stack=whole, code=code, dtype=jnp.dtype(dtype))
+    return Weight(
+        *_parameters(module, name),
+        stack=whole,
+        code=code,
+        dtype=jnp.dtype(dtype),
+        is_interleaved=format.is_interleaved,
+    )
 
 
 def _parameters(module: nnx.Module, name: str) -> WeightArrays:
@@ -213,17 +197,20 @@ def look_up(table: Weight, token_ids: jax.Array) -> jax.Array:
     The compiled program does not copy the table, and converts only the selected rows. For some
     dtypes no gradient flows to the table, so training must use `look_up_differentiably`.
     """
-    return _find_rows(table, lambda array: _look_up_rows(array, token_ids))
+    return _find_rows(table, token_ids, _look_up_rows)
 
 
 def look_up_differentiably(table: Weight, token_ids: jax.Array) -> jax.Array:
     """Look up embeddings like `look_up`, but with gradients and for ids of any shape."""
-    return _find_rows(table, lambda array: array[token_ids])
+    return _find_rows(table, token_ids, _take)
 
 
-def _find_rows(table: Weight, take: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    arrays = jax.tree.map(take, table.arrays._replace(order=None))
-    return dequantise(arrays._replace(order=table.order), table.format.code)
+def _find_rows(
+    table: Weight, token_ids: jax.Array, take: Callable[[jax.Array, jax.Array], jax.Array]
+) -> jax.Array:
+    take = take_interleaved_rows if table.is_interleaved else take
+    rows = jax.tree.map(lambda array: take(array, token_ids), table.arrays._replace(order=None))
+    return dequantise(rows._replace(order=table.order), table.format.code)
 
 
 def _look_up_rows(array: jax.Array, token_ids: jax.Array) -> jax.Array:
@@ -271,230 +258,3 @@ def _take_from_lanes(table: jax.Array, token_ids: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(is_row[:, None], rows, 0), axis=0).astype(table.dtype)
 
     return lax.map(take, token_ids)
-
-
-# Formats of the large matrices, by the value of the option `dtype`. The output head is always int8,
-# because errors in it matter most. int8 is used instead of int4 if a matrix's number of inputs (on
-# each device) is not a multiple of the group size.
-DTYPE_FORMATS = {
-    "int8": INT8,
-    "fp8": WeightFormat("float8_e4m3fn", None, "float32"),
-    "int4": WeightFormat("uint4", 32, "float16", "float16"),
-    "int4-symmetric": WeightFormat("int4", 32, "bfloat16"),
-}
-
-# Matrices with names that do not end with "_proj". Names with this ending are always matrices.
-_OTHER_MATRICES = (
-    "embed_tokens", "embed_tokens_per_layer", "per_layer_gate", "laurel_left", "laurel_right",
-    "lm_head", "router", "shared_expert_gate",
-)  # fmt: skip
-# Matrices of the per-layer embeddings. They are never quantised, because a step would hardly become
-# faster: it reads only few rows of the large table, and the other matrices are small.
-_PER_LAYER = (
-    "embed_tokens_per_layer", "per_layer_model_proj", "layers.per_layer_gate",
-    "layers.per_layer_proj",
-)  # fmt: skip
-# Matrices of residual streams. They are never quantised, because their errors affect all layers.
-_OF_STREAMS = ("stream_proj", "stream_out_proj", "layers.laurel_left", "layers.laurel_right")
-# Matrices of a layer that the option `dtype` does not quantise, because they are small.
-_SMALL = ("router", "shared_expert_gate")
-# Small matrices of recurrent layers. They are not quantised, because errors in the gates would
-# accumulate in the state.
-_SMALL_OF_MIXERS = ("mixer_gates_proj", "mixer_rank_proj", "mixer_decay_proj", "mixer_gate_proj")
-
-# Formats with a name that differs from the code, by code.
-_NAMES = {"float8_e4m3fn": "fp8", "uint4": "int4"}
-_E2M1_NAMES = {32: "mxfp4", 16: "nvfp4"}  # by group size
-
-_LAYER = re.compile(r"^layers\.(\d+)\.")
-
-
-@dataclass(frozen=True)
-class MatrixFormats:
-    """Storage format of each matrix of a model. Hashable, so static in compiled programs.
-
-    Attributes:
-      default: format of all matrices that are not in `others`.
-      others: pairs of the name of a matrix and its format. The name ``"layers.3.o_proj"`` stands
-        for the matrix of one layer, ``"layers.o_proj"`` for the matrices of all layers.
-
-    Example:
-      >>> floats, int8 = WeightFormat("float32"), WeightFormat("int8", None, "float32")
-      >>> formats = MatrixFormats(int8, (("layers.router", floats), ("layers.0.o_proj", floats)))
-      >>> [formats[name].code for name in ("layers.0.o_proj", "layers.1.o_proj", "layers.3.router")]
-      ['float32', 'int8', 'float32']
-    """
-
-    default: WeightFormat
-    others: tuple[tuple[str, WeightFormat], ...] = ()
-
-    @classmethod
-    def of_dtype(cls, dtype: DTypeLike, config: LlamaConfig) -> "MatrixFormats":
-        """Return the formats that the option `dtype` of `Llama` and `from_pretrained` implies.
-
-        With a dtype in `DTYPE_FORMATS`, two kinds of matrices stay floating point, because steps
-        read little of them: small matrices, and an embedding table that is not the output head.
-
-        Args:
-          dtype: a float dtype, or a key of `DTYPE_FORMATS`.
-          config: configuration of the model, or of one device. Its `dtype` is the dtype of matrices
-            that are not quantised.
-        """
-        if (format := DTYPE_FORMATS.get(name_of(dtype))) is None:
-            return cls(WeightFormat(name_of(dtype)))
-        floats = WeightFormat(name_of(config.dtype))
-        others = {f"layers.{name}": floats for name in _SMALL} if config.num_experts else {}
-        if config.hidden_size_per_layer_input:
-            others |= dict.fromkeys(_PER_LAYER, floats)
-        if config.residual_streams is not None or config.laurel_rank:
-            others |= dict.fromkeys(_OF_STREAMS, floats)
-        if config.mixer is not None:
-            others |= {f"layers.{name}": floats for name in _SMALL_OF_MIXERS}
-        if config.latent is not None:
-            others["layers.kv_b_proj"] = floats
-        for layer in set(config.layer_configs):
-            for name, num_inputs in _num_inputs(layer).items():
-                if not fits(format, num_inputs):
-                    others[f"layers.{name}"] = INT8
-        head = "embed_tokens"
-        if not config.tie_word_embeddings:
-            others["embed_tokens"], head = floats, "lm_head"
-        others[head] = INT8
-        others = {name: each for name, each in others.items() if each != format}
-        return cls(format, tuple(sorted(others.items())))
-
-    @classmethod
-    def create(cls, formats: Mapping[str, WeightFormat]) -> "MatrixFormats":
-        """Create an instance from the format of each matrix, by matrix name.
-
-        The default is the most frequent format. Stacked and separate layers give equal results.
-        """
-        kinds: dict[str, set[WeightFormat]] = {}
-        for name, format in formats.items():
-            kinds.setdefault(_LAYER.sub("layers.", name), set()).add(format)
-        short: dict[str, WeightFormat] = {}
-        for name, format in formats.items():
-            kind = _LAYER.sub("layers.", name)
-            short[kind if len(kinds[kind]) == 1 else name] = format
-        default = max(dict.fromkeys(short.values()), key=list(short.values()).count)
-        others = {name: format for name, format in short.items() if format != default}
-        return cls(default, tuple(sorted(others.items())))
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> "MatrixFormats":
-        """Convert the result of `to_dict` back to formats.
-
-        Raises:
-          TypeError, KeyError: `content` has missing or unknown keys.
-        """
-        others = {name: WeightFormat(**each) for name, each in content["others"].items()}
-        return cls(WeightFormat(**content["default"]), tuple(sorted(others.items())))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Convert the formats to a dict that can be written as JSON."""
-        others = {name: asdict(each) for name, each in self.others}
-        return {"default": asdict(self.default), "others": others}
-
-    def __getitem__(self, name: str) -> WeightFormat:
-        others = dict(self.others)
-        return others.get(name) or others.get(_LAYER.sub("layers.", name)) or self.default
-
-    @property
-    def differing(self) -> tuple[str, ...]:
-        """Names, such as ``"o_proj"``, of matrices with different formats in different layers."""
-        kinds = {_LAYER.sub("", name) for name, _ in self.others if _LAYER.match(name)}
-        return tuple(sorted(kinds))
-
-    @property
-    def is_quantised(self) -> bool:
-        """Whether any matrix may be quantised."""
-        return self.default.is_quantised or any(each.is_quantised for _, each in self.others)
-
-    @property
-    def codes(self) -> tuple[str, ...]:
-        """Codes of all formats, each listed once."""
-        return tuple(dict.fromkeys([self.default.code, *(each.code for _, each in self.others)]))
-
-    def __str__(self) -> str:
-        """Return the name of the first quantised format, or of the default if none is quantised."""
-        formats = [self.default, *(each for _, each in self.others)]
-        quantised = [each for each in formats if each.is_quantised]
-        format = quantised[0] if quantised else self.default
-        code, size = format.code, format.group_size
-        return _E2M1_NAMES.get(size or 0, code) if code == "e2m1" else _NAMES.get(code, code)
-
-    def of_layer(self, index: int | None) -> "MatrixFormats":
-        """Return the formats of one layer, with names such as ``"o_proj"`` for its matrices.
-
-        Args:
-          index: index of the layer; None for the stack of all layers. In the stack, a matrix has
-            the format float32 if its formats differ by layer, see `separate_matrices`.
-        """
-        kinds = [name.rpartition(".")[2] for name, _ in self.others if name.startswith("layers.")]
-        prefix = "layers." if index is None else f"layers.{index}."
-        formats = {kind: self[prefix + kind] for kind in sorted(set(kinds))}
-        if index is None:
-            formats |= dict.fromkeys(self.differing, WeightFormat("float32"))
-        others = {kind: each for kind, each in formats.items() if each != self.default}
-        return MatrixFormats(self.default, tuple(others.items()))
-
-    def with_floats(self, dtype: DTypeLike) -> "MatrixFormats":
-        """Return these formats, but with `dtype` for the matrices that are not quantised."""
-
-        def change(format: WeightFormat) -> WeightFormat:
-            return format if format.is_quantised else WeightFormat(name_of(dtype))
-
-        others = tuple((name, change(each)) for name, each in self.others)
-        return MatrixFormats(change(self.default), others)
-
-
-def fits(format: WeightFormat, num_inputs: int) -> bool:
-    """Return whether `num_inputs` is a multiple of a format's group size and packing unit."""
-    block = math.lcm(format.group_size or 1, PACKED_INPUTS if format.is_packed else 1)
-    return num_inputs % block == 0
-
-
-def _num_inputs(config: LlamaConfig) -> dict[str, int]:
-    """Return the number of inputs of each quantisable matrix of a layer, by matrix name."""
-    inputs = {
-        "gate_up_proj": config.hidden_size,
-        "down_proj": config.dense_intermediate_size,
-    }
-    if config.latent is not None:
-        inputs["latent_proj"] = config.hidden_size
-        inputs["q_proj"] = config.latent.q_lora_rank or config.hidden_size
-        inputs["o_proj"] = config.value_features
-    elif config.kv_shapes[0] is not None:
-        inputs["qkv_proj"] = config.hidden_size
-        inputs["o_proj"] = config.value_features
-    if config.mixer is not None:
-        shapes = config.mixer.shapes(config.hidden_size)
-        inputs |= {name: shapes[name][-1] for name in ("mixer_in_proj", "mixer_out_proj")}
-    if config.num_experts:
-        inputs["experts_gate_up_proj"] = inputs["moe_out_proj"] = config.expert_inputs
-        inputs["experts_down_proj"] = config.moe_intermediate_size
-    return inputs
-
-
-def is_matrix(name: str) -> bool:
-    """Return whether the name of a parameter, like ``"layers.0.o_proj"``, denotes a matrix."""
-    kind = name.rpartition(".")[2]
-    return kind.endswith("_proj") or kind in _OTHER_MATRICES
-
-
-def name_of(dtype: DTypeLike) -> str:
-    """Return the name of a dtype or of a quantised format in `DTYPE_FORMATS`.
-
-    Example:
-      >>> name_of("int4"), name_of(jnp.float8_e4m3fn), name_of(jnp.bfloat16)
-      ('int4', 'fp8', 'bfloat16')
-    """
-    if isinstance(dtype, str) and dtype in DTYPE_FORMATS:
-        return dtype
-    name = jnp.dtype(dtype).name
-    return "fp8" if name == DTYPE_FORMATS["fp8"].code else name
-
-
-def float_type(dtype: DTypeLike, config_dtype: DTypeLike) -> np.dtype:
-    """Return `dtype`, or `config_dtype` if `dtype` is a quantised format in `DTYPE_FORMATS`."""
-    return jnp.dtype(config_dtype if name_of(dtype) in DTYPE_FORMATS else dtype)

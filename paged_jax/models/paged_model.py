@@ -36,7 +36,7 @@ from paged_jax.models.batch_places import (
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_attention import Attend, Carry
 from paged_jax.models.layer_groups import layer_places
-from paged_jax.models.matrices import MatrixFormats
+from paged_jax.models.matrix_formats import MatrixFormats
 from paged_jax.models.state_places import StatePlaces, create_states
 from paged_jax.models.step_arrays import StepArrays, as_step_arrays
 

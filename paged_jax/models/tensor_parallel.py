@@ -23,15 +23,8 @@ from paged_jax.arguments import check_positive
 from paged_jax.kernels.linear import Weight
 from paged_jax.kernels.weight_formats import PACKED_INPUTS
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.matrices import (
-    MIN,
-    ORDER,
-    SCALE,
-    MatrixFormats,
-    is_matrix,
-    look_up,
-    matrix_name,
-)
+from paged_jax.models.matrices import look_up
+from paged_jax.models.matrix_formats import MIN, ORDER, SCALE, MatrixFormats, is_matrix, matrix_name
 
 # Name of the mesh axis along which a model is divided over devices.
 AXIS = "tp"

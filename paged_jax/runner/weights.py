@@ -18,8 +18,10 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from paged_jax.kernels.weight_formats import interleave, undo_interleave
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import named_arrays
+from paged_jax.models.matrix_formats import ORDER, MatrixFormats, is_matrix, matrix_name
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.tensor_parallel import AXIS, TensorParallel
 from paged_jax.runner.decode_state import DecodeState
@@ -204,12 +206,15 @@ class Weights:
         *,
         check_replicas: bool = False,
     ):
-        self._model_graphdef, state = nnx.split(model)
+        graphdef, state = nnx.split(model)
         arrays, self.treedef = jax.tree.flatten(state)
         self._parallel, self.names = parallel, list(named_arrays(state))
+        formats = model.matrix_formats
+        self._interleaved = {name for name in self.names if _is_interleaved(name, formats)}
+        self._model_graphdef = _graph_in_order(model) if self._interleaved else graphdef
         if parallel is None:
             self.config, self.device_config, self.division = model.config, None, None
-            self.graphdef = Graph.key(self._model_graphdef)
+            self.graphdef = Graph.key(graphdef)
             places = [SingleDeviceSharding(_one_device(arrays))] * len(arrays)
             # Commit the arrays to their device, without a copy. Later arrays will be committed, and
             # JAX compiles a program separately for committed and uncommitted arguments.
@@ -227,25 +232,35 @@ class Weights:
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
             for x, place in zip(arrays, places, strict=True)
         ]
-        self.replace(arrays)
+        # Interleaved weights already have the layout of the programs.
+        self.arrays = arrays if parallel is None else self._to_program_layout(arrays)
 
     def replace(self, arrays: list[jax.Array]) -> None:
         """Replace the weights by arrays in the model layout; an empty list frees them."""
-        if not arrays:
-            self.arrays = []
-        elif self._parallel is None:
-            self.arrays = list(arrays)
-        else:
-            named = zip(self.names, arrays, strict=True)
-            self.arrays = [self._parallel.to_program_layout(name, x) for name, x in named]
+        self.arrays = self._to_program_layout(arrays) if arrays else []
 
     @property
     def originals(self) -> list[jax.Array]:
         """The weights in the model layout, converted from the layout of the programs."""
-        if self._parallel is None or not self.arrays:
-            return list(self.arrays)
+        if not self.arrays:
+            return []
         named = zip(self.names, self.arrays, strict=True)
-        return [self._parallel.to_model_layout(name, x) for name, x in named]
+        if self._parallel is not None:
+            return [self._parallel.to_model_layout(name, x) for name, x in named]
+        return [self._permute(undo_interleave, name, x) for name, x in named]
+
+    def _to_program_layout(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        named = zip(self.names, arrays, strict=True)
+        if self._parallel is not None:
+            return [self._parallel.to_program_layout(name, x) for name, x in named]
+        return [self._permute(interleave, name, x) for name, x in named]
+
+    def _permute(self, function: Callable[[Any], Any], name: str, array: jax.Array) -> jax.Array:
+        """Apply `interleave` or `undo_interleave` on the host, if the rows are interleaved."""
+        if name not in self._interleaved:
+            return array
+        with jax.transfer_guard("allow"):
+            return jax.device_put(function(np.asarray(array)), array.sharding)
 
     @property
     def model(self) -> PagedModel:
@@ -269,6 +284,22 @@ class Weights:
 
     def _over(self, leaves: list[Any]) -> PagedModel:
         return nnx.merge(self._model_graphdef, jax.tree.unflatten(self.treedef, leaves))
+
+
+def _is_interleaved(name: str, formats: MatrixFormats) -> bool:
+    """Return whether a parameter belongs to a matrix with interleaved rows, and has rows."""
+    matrix = matrix_name(name)
+    return is_matrix(matrix) and formats[matrix].is_interleaved and not name.endswith(ORDER)
+
+
+def _graph_in_order(model: PagedModel) -> Any:
+    """Return the structure of a model, but with the rows of all matrices in their order."""
+    copy = nnx.merge(*nnx.split(model))
+    modules: list[Any] = [module for _, module in nnx.iter_modules(copy)]
+    for module in modules:
+        if isinstance(formats := getattr(module, "formats", None), MatrixFormats):
+            module.formats = formats.in_order()
+    return nnx.graphdef(copy)
 
 
 def _one_device(arrays: list[jax.Array]) -> Any:

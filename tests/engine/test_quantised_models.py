@@ -26,7 +26,7 @@ from paged_jax.models.llama import Llama
 from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
 from paged_jax.models.loading.parameters import ModelSpec, WeightsError, named_arrays
 from paged_jax.models.loading.pretrained import from_pretrained, read_config, read_formats
-from paged_jax.models.matrices import MatrixFormats, matrix_name
+from paged_jax.models.matrix_formats import MatrixFormats, matrix_name
 from paged_jax.runner import runner
 from paged_jax.runner.sizes import row_bucket
 from tests.support.compiler import needs_vnni
@@ -77,13 +77,32 @@ def path_of(data_dir, name):
     return folder / "model.gguf" if (folder / "model.gguf").exists() else folder
 
 
-def load(data_dir, name, **options):
+def loading(name, *, dequantise=False):
     # In this checkpoint, the gate is Q8_0 and up is BF16, and they form one matrix.
-    may_warn = contextlib.nullcontext()
-    if name == "gguf-mixed" and not options.get("dequantise"):
-        may_warn = pytest.warns(match="layers.0.gate_up_proj and others will be float32")
-    with may_warn:
-        return Llama.from_pretrained(path_of(data_dir, name), dtype="float32", **options)
+    if name == "gguf-mixed" and not dequantise:
+        return pytest.warns(match="layers.0.gate_up_proj and others will be float32")
+    return contextlib.nullcontext()
+
+
+def load(data_dir, name, *, dequantise=False, **options):
+    """Return the model of a checkpoint, whose rows are in order."""
+    path = path_of(data_dir, name)
+    options = {"dtype": "float32", "dequantise": dequantise, **options}
+    with loading(name, dequantise=dequantise):
+        return Llama.from_pretrained(path, **options)
+
+
+def load_engine(data_dir, name, **options) -> LLM:
+    """Return an engine that has loaded a checkpoint. Its kernels read interleaved rows."""
+    with loading(name):
+        llm = LLM(path_of(data_dir, name), dtype="float32", **{**SIZES, **options})
+    assert is_interleaved(llm) == ("backend" not in options)
+    return llm
+
+
+def is_interleaved(llm) -> bool:
+    pairs = zip(llm.weights, llm.core.executor.weights.arrays, strict=True)
+    return not all(np.array_equal(*pair) for pair in pairs)
 
 
 def tokens_of(outputs) -> list[list[list[int]]]:
@@ -138,13 +157,15 @@ def test_tokens_do_not_depend_on_other_requests(data_dir, monkeypatch, name) -> 
     """Forks, prefix cache, preemption and drafts give the tokens of a request alone."""
     if name == "awq-gemm":
         monkeypatch.setattr(runner, "row_bucket", row_bucket)
-    model = load(data_dir, name)
-    assert model.formats.is_quantised
-    llm = LLM(model, **{**SIZES, **ENGINES[name]})
+    llm = load_engine(data_dir, name, **ENGINES[name])
     alone = check_tokens(llm)
     assert bool(llm.stats.num_accepted_tokens) == ("num_speculative_tokens" in ENGINES[name])
     if name == "gguf-q4_0":
-        assert generate(LLM(model, **SIZES), PROMPTS[:1]) == alone[:2]
+        model = load(data_dir, name)
+        assert model.formats.is_quantised
+        in_order = LLM(model, **SIZES)
+        assert not is_interleaved(in_order)
+        assert generate(in_order, PROMPTS[:1]) == alone[:2]
 
 
 @pytest.mark.slow
@@ -302,7 +323,8 @@ def test_engine_quantises_new_weights_and_sleeps(data_dir, name) -> None:
     model, floats = load(data_dir, name), load(data_dir, name, dequantise=True, scan_layers=False)
     assert not floats.formats.is_quantised
     options = ENGINES[name] if name == "gptq-v1-actorder" else {}
-    llm = LLM(load(data_dir, name), **{**SIZES, **options})
+    llm = load_engine(data_dir, name, **options)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(llm.model), nnx.state(model))
     wanted = generate(llm)
     llm.sleep(1)
     llm.wake_up()
@@ -401,13 +423,16 @@ def test_models_with_experts_may_be_quantised(code, tmp_path) -> None:
             variable[...], num_changed = w, num_changed + ("experts" in name)
     assert num_changed == 2
     nnx.update(floats, state)
-    token_ids = np.arange(3, 15, dtype=np.int32)[None]
+    token_ids = np.array([np.arange(3, 15), PROMPTS[2]], np.int32)
     want, got = (jax.jit(Llama.__call__)(each, token_ids) for each in (floats, model))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * float(jnp.abs(want).max()))
-    llm, alone = LLM(model, **SIZES), []
+    # The engine interleaves the rows of each expert.
+    llm, alone = LLM(tmp_path, dtype="int8", **SIZES) if code == "int8" else LLM(model, **SIZES), []
+    assert is_interleaved(llm) == (code == "int8")
     for prompt in PROMPTS[2:]:
         llm.reset_prefix_cache()
         alone += generate(llm, [prompt])
+    assert alone[0][0][0] == jnp.argmax(got[1, -1])
     assert generate(llm, PROMPTS[2:]) == alone
 
 

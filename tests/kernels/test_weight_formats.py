@@ -20,7 +20,9 @@ from paged_jax.kernels.weight_formats import (
     convert,
     dequantise,
     divide_groups,
+    interleave,
     pack,
+    undo_interleave,
     unpack,
 )
 from paged_jax.models.matrices import look_up, look_up_differentiably
@@ -57,6 +59,24 @@ def test_unpack_is_the_inverse_of_pack(num_blocks, seed) -> None:
     for j in range(16):
         np.testing.assert_array_equal(packed[..., j] & 15, values[..., j])
         np.testing.assert_array_equal(packed[..., j] >> 4, values[..., 16 + j])
+
+
+@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+def test_interleave_orders_32_rows_by_columns(as_array) -> None:
+    """Values are ordered in fours, scales one by one."""
+    rng = np.random.default_rng(0)
+    values = rng.integers(-128, 128, (2, 2, 32, 24)).astype(np.int8)
+    scales = rng.normal(size=(2, 2, 32, 3)).astype(np.float16)
+    for array, run in ((values, 4), (scales, 1)):
+        got = interleave(as_array(array))
+        assert got.shape == array.shape and got.dtype == array.dtype
+        np.testing.assert_array_equal(undo_interleave(got), array)
+        flat, num_runs = np.asarray(got).reshape(-1), array.shape[-1] // run
+        places = (np.arange(size) for size in (4, num_runs, 32, run))
+        bundle, column, row, one = np.ix_(*places)
+        place = ((bundle * num_runs + column) * 32 + row) * run + one
+        expected = array.reshape(4, 32, -1)[bundle, row, column * run + one]
+        np.testing.assert_array_equal(flat[place], expected)
 
 
 @given(formats(), st.integers(0, 2**32 - 1))
@@ -215,12 +235,38 @@ def test_grouped_linear_matches_float64_in_every_format(name, backend) -> None:
     np.testing.assert_allclose(gradient, want_gradient, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["q5_1", "gptq"])
+def test_xla_reads_interleaved_weights(name) -> None:
+    """Results and gradients are those of the same weights with their rows in order."""
+    rng = np.random.default_rng(0)
+    format, sizes = FORMATS[name], jnp.array([2, 0, 3])
+    arrays = random_arrays(format, (3, 32, 64), rng)
+    x = rng.normal(size=(5, 64)).astype(np.float32)
+
+    @jax.jit
+    def run(x, w):
+        def multiply(x):
+            groups = grouped_linear(x, w, sizes, backend="xla")
+            return linear(x, w, backend="xla"), groups
+
+        out, pull = jax.vjp(multiply, x)
+        return out, pull(jax.tree.map(jnp.ones_like, out))
+
+    in_order, interleaved = (
+        make_weight(arrays, format, is_interleaved=each) for each in (False, True)
+    )
+    assert not np.array_equal(in_order.values, interleaved.values)
+    jax.tree.map(np.testing.assert_array_equal, run(x, interleaved), run(x, in_order))
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
-def test_look_up_dequantises_only_the_rows_that_it_finds(name) -> None:
+def test_look_up_dequantises_only_the_rows_that_it_finds(name, is_interleaved) -> None:
     rng = np.random.default_rng(0)
     format = FORMATS[name]
     arrays = random_arrays(format, (4096, 64), rng)
-    table, token_ids = make_weight(arrays, format), jnp.array([7, 0, 4095, 7])
+    table = make_weight(arrays, format, is_interleaved=is_interleaved)
+    token_ids = jnp.array([7, 0, 4095, 7])
     compiled = jax.jit(look_up).lower(table, token_ids).compile()
     got = compiled(table, token_ids)
     np.testing.assert_array_equal(got, dequantise(arrays, format.code)[np.asarray(token_ids)])

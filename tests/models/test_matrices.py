@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from flax import nnx
 from paged_jax import LLM, SamplingParams
 from paged_jax.engine.footprint import num_parameters, weight_bytes
 from paged_jax.kernels.linear import Weight, linear
-from paged_jax.kernels.weight_formats import WeightFormat
+from paged_jax.kernels.weight_formats import WeightFormat, interleave
 from paged_jax.models import matrices
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
@@ -20,7 +21,14 @@ from paged_jax.models.loading import stored_matrices
 from paged_jax.models.loading.huggingface import find_formats, load_weights
 from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
 from paged_jax.models.loading.parameters import named_arrays
-from paged_jax.models.matrices import DTYPE_FORMATS, SCALE, SUFFIXES, MatrixFormats, is_matrix
+from paged_jax.models.matrix_formats import (
+    DTYPE_FORMATS,
+    SCALE,
+    SUFFIXES,
+    MatrixFormats,
+    is_matrix,
+    matrix_name,
+)
 from paged_jax.models.quantise import quantise
 from tests.support.processes import run_on_devices
 from tests.support.random_model import random_llama
@@ -151,6 +159,32 @@ def test_load_weights_quantises_other_families(tmp_path, model_type) -> None:
     forward = jax.jit(Llama.__call__)
     want = forward(floats, token_ids)
     np.testing.assert_allclose(forward(model, token_ids), want, atol=1e-4 * float(want.std()))
+
+
+@pytest.mark.parametrize(("dtype", "scan_layers"), [("int8", True), ("int4", False)])
+def test_load_weights_interleaves_rows(saved, dtype, scan_layers) -> None:
+    """Only quantised matrices whose number of rows is a multiple of 32 are interleaved."""
+    floats, folder = saved
+    options = {"dtype": dtype, "scan_layers": scan_layers}
+    in_order = load_weights(Llama, folder, floats.config, **options)
+    model = load_weights(Llama, folder, floats.config, interleave=True, **options)
+    assert model.formats.in_order() == in_order.formats != model.formats
+    kinds = set()
+    for name, expected in parameters(in_order).items():
+        matrix = matrix_name(name)
+        format = in_order.formats[matrix]
+        if is_matrix(matrix) and format.is_quantised:
+            first = matrix.replace("layers.", "layers.0.", int(scan_layers))
+            shape = parameters(floats)[first].shape
+            is_interleaved = math.prod(shape[:-1]) % 32 == 0
+            assert model.formats[matrix].is_interleaved == is_interleaved
+            expected = interleave(expected) if is_interleaved else expected
+            kinds.add((matrix.rpartition(".")[2], is_interleaved))
+        np.testing.assert_array_equal(parameters(model)[name], expected, err_msg=name, strict=True)
+    assert {is_interleaved for _, is_interleaved in kinds} == {False, True}
+    token_ids = np.arange(3, 15, dtype=np.int32)[None]
+    want, got = (jax.jit(Llama.__call__)(each, token_ids) for each in (in_order, model))
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("saved_stacked", [False, True])

@@ -15,7 +15,7 @@ from paged_jax.models.llama import Llama
 from paged_jax.models.loading.huggingface import load_weights
 from paged_jax.models.loading.parameters import named_arrays
 from paged_jax.models.loading.save_quantised import SaveError, quantised_module
-from paged_jax.models.matrices import MatrixFormats
+from paged_jax.models.matrix_formats import MatrixFormats
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import CONFIG
 from tests.support.weights import FORMATS, random_arrays

@@ -13,7 +13,7 @@ from paged_jax import Llama
 from paged_jax.kernels.gpu_device import GpuInfo
 from paged_jax.kernels.linear import linear
 from paged_jax.kernels.weight_formats import WeightFormat
-from paged_jax.models.matrices import MatrixFormats
+from paged_jax.models.matrix_formats import MatrixFormats
 from tests.support.decode_step import DecodeStep
 from tests.support.kernel_cases import H200, lower
 from tests.support.weights import weight_shapes

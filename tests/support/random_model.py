@@ -9,7 +9,7 @@ from flax import nnx
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
-from paged_jax.models.matrices import SCALE
+from paged_jax.models.matrix_formats import SCALE
 
 
 def random_llama(config: LlamaConfig, *, scale: float = 0.2, **options: Any) -> Llama:

@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.kernels.linear import Weight
-from paged_jax.kernels.weight_formats import CODES, WeightArrays, WeightFormat, numbers, pack
+from paged_jax.kernels.weight_formats import (
+    CODES,
+    WeightArrays,
+    WeightFormat,
+    interleave,
+    numbers,
+    pack,
+)
 
 # Formats with the sizes of groups, dtypes of scales, minima and orders that files have.
 FORMATS = {
@@ -49,11 +56,20 @@ def random_arrays(
     )
 
 
-def make_weight(arrays: WeightArrays, format: WeightFormat, dtype: str = "float32") -> Weight:
-    """Return the `Weight` of NumPy arrays."""
+def make_weight(
+    arrays: WeightArrays,
+    format: WeightFormat,
+    dtype: str = "float32",
+    *,
+    is_interleaved: bool = False,
+) -> Weight:
+    """Return the `Weight` of NumPy arrays, whose rows are in order."""
+    if is_interleaved:
+        rows = jax.tree.map(interleave, arrays._replace(order=None))
+        arrays = rows._replace(order=arrays.order)
     arrays = WeightArrays(*(None if each is None else jnp.asarray(each) for each in arrays))
     code = format.code if format.code in CODES else None
-    return Weight(*arrays, code=code, dtype=jnp.dtype(dtype))
+    return Weight(*arrays, code=code, dtype=jnp.dtype(dtype), is_interleaved=is_interleaved)
 
 
 def weight_shapes(

@@ -46,7 +46,13 @@ from paged_jax.kernels.cpu.kernels import (
 from paged_jax.kernels.cpu.library import Arrays, Attributes, PlainFunction, call, load
 from paged_jax.kernels.dispatch import general_backend
 from paged_jax.kernels.ragged_chunks import attend_in_parts
-from paged_jax.kernels.weight_formats import CODES, PACKED_INPUTS, Weight, WeightArrays
+from paged_jax.kernels.weight_formats import (
+    CODES,
+    INTERLEAVED_ROWS,
+    PACKED_INPUTS,
+    Weight,
+    WeightArrays,
+)
 
 # Maximum number of elements of a value. The attention kernels have arrays of this size on the stack
 # (MAX_U in `source/decode.cc`).
@@ -66,9 +72,6 @@ _INEXACT_CODES = ("nf4", "fp4")
 # The group size of packed 4-bit values must be a multiple of this number of inputs, because the
 # kernels process two pairs of inputs at a time (`source/codes.h`).
 _PACKED_GROUP = 4
-
-# The kernels multiply by this number of interleaved rows at a time (`source/bundles.h`).
-_BUNDLE_ROWS = 32
 
 # The numbers of these codes are integers or halves of integers, so the kernels can multiply them by
 # int8 inputs.
@@ -155,7 +158,7 @@ def _linear(
         return general_backend().linear(x, w)
     stacked, plain = _stacked_arrays(w).merge_outputs(1), general_backend().linear
     matmul, x, operands = _find_matmul(x, w, stacked, _one_group(x), plain, find_kernel)
-    matrix = Weight(*w.arrays.merge_outputs(), code=w.code, dtype=w.dtype)
+    matrix = dataclasses.replace(w, **w.arrays.merge_outputs()._asdict(), stack=None)
     return _multiply(matmul, x, matrix, operands).reshape(*x.shape[:-1], *w.values.shape[:-1])
 
 
@@ -226,7 +229,7 @@ def _supports_interleaved(w: Weight) -> bool:
     return (
         w.values.size > 0
         and format.is_quantised
-        and math.prod(rows) % _BUNDLE_ROWS == 0
+        and math.prod(rows) % INTERLEAVED_ROWS == 0
         and (format.group_size or num_inputs) % (PACKED_INPUTS if format.is_packed else 16) == 0
         and load(_quantised_kernel(w)).target is not None
     )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.kernels.backend import Options
-from paged_jax.kernels.weight_formats import CODES, pack
+from paged_jax.kernels.weight_formats import CODES, interleave, pack
 
 # Maps the dtypes of weights and pools to the names of the corresponding types in the C++ sources.
 ELEMENTS: dict[Any, str] = {
@@ -115,17 +115,11 @@ def _test_quantised_groups(
     stored = pack(values.astype(np.uint8)) if is_packed else values.astype(kernel.code)
     arrays = stored, scales, mins.astype(jnp.bfloat16)
     if is_interleaved:
-        arrays = _interleave(arrays[0], 4), _interleave(arrays[1]), _interleave(arrays[2])
+        arrays = tuple(map(interleave, arrays))
     operands = x, *arrays[:2], CODES["uint4"], np.int32(1), arrays[2], _SIZES
     flags = {"has_mins": 1, "has_order": 0, "is_interleaved": is_interleaved}
     attributes = {name: np.int32(flag) for name, flag in flags.items()}
     return _test_groups(target, operands, w.reshape(3, N, K), **attributes)
-
-
-def _interleave(array: np.ndarray, width: int = 1) -> np.ndarray:
-    """Interleave the rows of each bundle in runs of `width` elements (`source/bundles.h`)."""
-    bundles = array.reshape(-1, 32, array.shape[-1] // width, width)
-    return bundles.swapaxes(1, 2).reshape(array.shape)
 
 
 # Number of rows in each of the three groups. `x` has 7 rows, so its last row is in no group.

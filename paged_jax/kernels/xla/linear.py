@@ -51,7 +51,7 @@ _MAX_GRADIENT_TILE = 512
 
 def linear(x: jax.Array, w: Weight) -> jax.Array:
     """Multiply the last dimension of `x` by a weight; see `paged_jax.kernels.linear.linear`."""
-    arrays, code = w.arrays.merge_outputs(), w.format.code
+    arrays, code = w.in_order.arrays.merge_outputs(), w.format.code
     if arrays.order is not None:
         x, arrays = x[..., arrays.order], arrays._replace(order=None)
     if arrays.scales is None:
@@ -216,6 +216,7 @@ def _multiply_groups(
 
     Weights are ``[out, in]``. The matmul of a tile is ``_contract(rows, weight, contracted)``.
     """
+    w = w.in_order
     R, X, N = x.shape[0], w.shape[0], w.shape[2 - contracted[1]]
     tile = min(R, _MAX_TILE, max(8, math.ceil(2 * R / X)))
     begins = jnp.cumsum(group_sizes, dtype=jnp.int32) - group_sizes

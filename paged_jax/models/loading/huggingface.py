@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.gguf_file import GgufFile, is_gguf
+from paged_jax.models.loading.formats import choose_formats, interleave_rows
 from paged_jax.models.loading.gguf_tensors import find_gguf_tensors
 from paged_jax.models.loading.parameters import (
     Model,
@@ -33,12 +34,7 @@ from paged_jax.models.loading.safetensors_files import (
     find_tensors,
 )
 from paged_jax.models.loading.save_quantised import QuantisedWriter
-from paged_jax.models.loading.stored_matrices import (
-    MatrixReader,
-    StoredMatrix,
-    choose_formats,
-    read_box,
-)
+from paged_jax.models.loading.stored_matrices import MatrixReader, StoredMatrix, read_box
 from paged_jax.models.loading.stored_tensors import CountedTensors, StoredTensor, TensorMapping
 from paged_jax.models.loading.tensor_map import (
     EMBEDDINGS,
@@ -47,7 +43,8 @@ from paged_jax.models.loading.tensor_map import (
     map_to_available,
     name_in_file,
 )
-from paged_jax.models.matrices import MatrixFormats, Sharding, float_type, is_matrix, matrix_name
+from paged_jax.models.matrices import Sharding
+from paged_jax.models.matrix_formats import MatrixFormats, float_type, is_matrix, matrix_name
 from paged_jax.models.model_folder import find_adapters
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.monitoring import loading_bar
@@ -68,6 +65,7 @@ def load_weights(
     sharding: Sharding = None,
     dequantise: bool = False,
     formats: MatrixFormats | None = None,
+    interleave: bool = False,
     show_progress: bool | None = None,
 ) -> Model:
     """Load a model from a folder with safetensors files, or from a GGUF file.
@@ -89,6 +87,8 @@ def load_weights(
       dequantise: whether to convert matrices that the files store in a quantised format to floats.
       formats: storage format of each matrix of the model; None to derive it from `dtype` and the
         files.
+      interleave: whether to interleave the rows of quantised matrices, see `interleave_rows`. It
+        must be False with `sharding`.
       show_progress: whether to show a progress bar, see `loading_bar`.
 
     Raises:
@@ -99,6 +99,8 @@ def load_weights(
     wide, stored, mappings = _open(model_class, folder, config, dtype, sharding)
     if formats is None:
         formats = choose_formats(wide, dtype, stored, mappings, dequantise=dequantise)
+    if interleave:
+        formats = interleave_rows(formats, wide.separate_shapes(), wide.dtype)
     spec = dataclasses.replace(
         wide,
         scan_layers=scan_layers,

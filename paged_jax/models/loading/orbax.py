@@ -31,11 +31,11 @@ from paged_jax.models.loading.parameters import (
     named_arrays,
     resolve_dtype,
 )
-from paged_jax.models.matrices import (
+from paged_jax.models.matrices import Sharding
+from paged_jax.models.matrix_formats import (
     DTYPE_FORMATS,
     SUFFIXES,
     MatrixFormats,
-    Sharding,
     float_type,
     is_matrix,
     is_stacked,

@@ -15,14 +15,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.matrices import (
+from paged_jax.models.matrices import Sharding, only_shapes
+from paged_jax.models.matrix_formats import (
     DTYPE_FORMATS,
     MatrixFormats,
-    Sharding,
     float_type,
     is_stacked,
     name_of,
-    only_shapes,
 )
 from paged_jax.models.paged_model import PagedModel
 

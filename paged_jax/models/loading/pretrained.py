@@ -1,6 +1,7 @@
 """Loading of models from Hugging Face folders, Orbax checkpoints and GGUF files."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from importlib import resources
@@ -17,6 +18,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.config_json import text_config
 from paged_jax.models.gguf_config import read_gguf_config
 from paged_jax.models.gguf_file import GgufFile, is_gguf
+from paged_jax.models.loading.formats import fit_format
 from paged_jax.models.loading.huggingface import (
     find_formats,
     load_weights,
@@ -36,10 +38,10 @@ from paged_jax.models.loading.safetensors_files import (
     list_tensors,
     name_tensors,
 )
-from paged_jax.models.loading.stored_matrices import fit_format
 from paged_jax.models.loading.stored_tensors import find_dtype
 from paged_jax.models.loading.tensor_map import map_parameter
-from paged_jax.models.matrices import DTYPE_FORMATS, MatrixFormats, Sharding, is_matrix, name_of
+from paged_jax.models.matrices import Sharding
+from paged_jax.models.matrix_formats import DTYPE_FORMATS, MatrixFormats, is_matrix, name_of
 from paged_jax.models.model_folder import describe_folder, read_config_json
 from paged_jax.models.quantisation import Quantisation, Scheme
 from paged_jax.models.tensor_parallel import divides_inputs
@@ -57,11 +59,13 @@ def from_pretrained(
     sharding: Sharding = None,
     dequantise: bool = False,
     formats: MatrixFormats | None = None,
+    interleave: bool = False,
     show_progress: bool | None = None,
 ) -> Model:
     """Load a model of the class `model_class`.
 
-    For the arguments, see `Llama.from_pretrained` and, for `formats`, `load_weights`.
+    For the arguments, see `Llama.from_pretrained`. For `formats` and `interleave`, see
+    `load_weights`. The rows of Orbax checkpoints are not interleaved.
     """
     folder = bundled_folder() if folder is None else Path(folder).expanduser()
     if not folder.exists():
@@ -82,7 +86,9 @@ def from_pretrained(
             options: Any = {"dtype": dtype, "dequantise": dequantise}
             found = formats or read_formats(model_class, folder, config, **options)
             scan_layers = found is None or not found.is_quantised
-    load = load_checkpoint if is_checkpoint(folder) else load_weights
+    load: Callable[..., Model] = load_checkpoint
+    if not is_checkpoint(folder):
+        load = functools.partial(load_weights, interleave=interleave)
     return load(
         model_class,
         folder,

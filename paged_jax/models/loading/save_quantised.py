@@ -25,7 +25,7 @@ import numpy as np
 
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, dequantise, unpack
 from paged_jax.models.loading.stored_tensors import TensorMapping
-from paged_jax.models.matrices import SUFFIXES, MatrixFormats
+from paged_jax.models.matrix_formats import SUFFIXES, MatrixFormats
 
 _EXPERTS = "mxfp4 experts"  # kind of the experts of gpt-oss
 _BLOCK = 128  # rows and inputs of a block of fp8

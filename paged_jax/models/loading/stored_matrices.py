@@ -1,4 +1,4 @@
-"""Loading of a model's matrices from files: choice of formats, and conversion.
+"""Reading of a model's matrices from files, with conversion to their formats.
 
 A matrix keeps the format of its tensors in the files, or is converted while it is read::
 
@@ -17,34 +17,25 @@ import functools
 import itertools
 import math
 import os
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from jax.typing import DTypeLike
 
 from paged_jax.kernels.weight_formats import (
-    PACKED_INPUTS,
     WeightArrays,
     WeightFormat,
     common_format,
     convert,
-    divide_groups,
+    interleave,
 )
-from paged_jax.models.loading.parameters import ModelSpec
+from paged_jax.models.loading.formats import Stored, have_same_order, is_quantised
 from paged_jax.models.loading.stored_tensors import StoredTensor, TensorMapping
-from paged_jax.models.matrices import (
-    DTYPE_FORMATS,
+from paged_jax.models.matrix_formats import (
     SUFFIXES,
-    MatrixFormats,
-    fits,
-    is_matrix,
     matrix_name,
-    name_of,
 )
 from paged_jax.models.quantise import quantise_on_host
-from paged_jax.models.tensor_parallel import divides_inputs
 
 # Number of elements per read, which is 8 or 16 MB. This is little memory compared with a model. It
 # is large enough to make the cost of opening the file for each read negligible.
@@ -54,61 +45,6 @@ _MAX_THREADS = 4
 
 Index = tuple[slice, ...]
 Shape = tuple[int, ...]
-Stored = Mapping[str, StoredTensor]
-
-
-def is_quantised(tensor: StoredTensor) -> bool:
-    """Return whether the files store a tensor in a quantised format."""
-    return tensor.format.is_quantised
-
-
-def find_format(
-    stored: Stored, mappings: list[TensorMapping], num_inputs: int
-) -> WeightFormat | str:
-    """Return a format that represents all tensors of a matrix exactly.
-
-    At least one of the tensors in `mappings` must be quantised.
-
-    Returns:
-      The format. If there is none, the reason as a str.
-    """
-    tensors = [stored[name] for name in dict.fromkeys(each.tensor for each in mappings)]
-    if not all(map(is_quantised, tensors)):
-        return "only some of its tensors are quantised"
-    formats = list(dict.fromkeys(tensor.format for tensor in tensors))
-    format = common_format(formats, num_inputs)
-    if format is None:
-        codes = sorted({each.code for each in formats})
-        return f"its tensors have different formats ({', '.join(codes)})"
-    if format.has_order and not _have_same_order(tensors):
-        return "its tensors have different orders of inputs"
-    return format
-
-
-def fit_format(format: WeightFormat, num_inputs: int, num_parts: int) -> WeightFormat | str:
-    """Adapt a format so that a matrix can be divided over devices along its inputs.
-
-    Each of the `num_parts` devices must get whole groups and whole packed bytes.
-
-    Returns:
-      The format, with smaller groups or 8-bit values if necessary. If no format is possible, the
-      reason as a str.
-    """
-    if format.has_order and num_parts > 1:
-        return f"its reordered inputs cannot be divided over {num_parts} devices"
-    if format.is_packed and num_inputs // num_parts % PACKED_INPUTS:
-        int8 = WeightFormat("int8", None, "float32", None, format.has_order)
-        if (widened := common_format([format, int8], num_inputs)) is None:
-            return f"{num_inputs // num_parts} inputs are no multiple of {PACKED_INPUTS}"
-        format = widened
-    if format.group_size is not None:
-        format = divide_groups(format, num_inputs, num_parts)
-    return format
-
-
-def _have_same_order(tensors: Iterable[StoredTensor]) -> bool:
-    first, *others = (tensor.read_arrays(slice(0, 1)).order for tensor in tensors)
-    return all(np.array_equal(first, other) for other in others)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +84,11 @@ class StoredMatrix:
                     whole[place][index] = part
             if out.order is not None:
                 out.order[...] = arrays.order
+        has_all_rows = not any(starts) and stops == self.shape[:-1]
+        if self.format.is_interleaved and has_all_rows:  # otherwise, only the order is read
+            for array in (out.values, out.scales, out.mins):
+                if array is not None and array.size:
+                    array[...] = interleave(array)
 
     @functools.cached_property
     def is_kept(self) -> bool:
@@ -155,10 +96,10 @@ class StoredMatrix:
         tensors = [self.stored[mapping.tensor] for mapping in self.mappings]
         if not all(map(is_quantised, tensors)):
             return False
-        if self.format.has_order and not _have_same_order(tensors):
+        if self.format.has_order and not have_same_order(tensors):
             return False
-        formats = [*(tensor.format for tensor in tensors), self.format]
-        return common_format(formats, self.shape[-1]) == self.format
+        formats = [*(tensor.format for tensor in tensors), self.format.in_order]
+        return common_format(formats, self.shape[-1]) == self.format.in_order
 
     def _keep(self, starts: Shape, stops: Shape) -> Iterator[tuple[Index, Any, WeightArrays]]:
         """Yield quantised arrays of the files, converted to the matrix's format without rounding.
@@ -171,7 +112,7 @@ class StoredMatrix:
             tensor = self.stored[mapping.tensor]
             read = _read_rows if mapping.axes is None else _read_transposed_rows
             for index, arrays in read(tensor, mapping, part):
-                yield place, index, convert(arrays, tensor.format, self.format)
+                yield place, index, convert(arrays, tensor.format, self.format.in_order)
 
     def _quantise(self, starts: Shape, stops: Shape) -> Iterator[tuple[Index, Any, WeightArrays]]:
         """Quantise the floats that the files contain. The results are as in `_keep`."""
@@ -337,71 +278,6 @@ def aligned_empty(shape: Shape, dtype: np.dtype) -> np.ndarray:
 
 # Field of `WeightArrays` for each suffix of parameter names. The suffix of the values is empty.
 _FIELDS: dict[str, str] = dict(zip(("", *SUFFIXES), WeightArrays._fields, strict=True))
-
-
-def choose_formats(
-    spec: ModelSpec,
-    dtype: DTypeLike,
-    stored: Stored,
-    mappings: Mapping[str, list[TensorMapping]],
-    *,
-    dequantise: bool,
-    num_devices: int | None = None,
-) -> MatrixFormats:
-    """Choose the storage format of each matrix of a model that is read from files.
-
-    A quantised matrix keeps the format of the files if one format can represent all of its tensors,
-    and if the matrix can be divided over the devices in this format. Otherwise it is converted to
-    floats, with a warning.
-
-    Args:
-      spec: description of the model without quantised matrices, and its placement.
-      dtype: value of the user's option. If it is in `DTYPE_FORMATS`, all large matrices are
-        quantised again.
-      stored: tensors of the files by name.
-      mappings: for each parameter of the model with separate layers, its mappings to the tensors.
-      dequantise: whether to convert all quantised matrices to floats.
-      num_devices: number of devices over which the model is divided; None to derive it from the
-        placement in `spec`.
-    """
-    floats = WeightFormat(name_of(spec.dtype))
-    config = dataclasses.replace(spec.config, dtype=floats.code)
-    asked = MatrixFormats.of_dtype(dtype, config)
-    is_kept = not dequantise and name_of(dtype) not in DTYPE_FORMATS
-    formats: dict[str, WeightFormat] = {}
-    expanded: dict[str, str] = {}
-    for name, shape in spec.separate_shapes().items():
-        if not is_matrix(name):
-            continue
-        format: WeightFormat | str = asked[name]
-        if is_kept and any(is_quantised(stored[each.tensor]) for each in mappings[name]):
-            format = find_format(stored, mappings[name], shape[-1])
-        if isinstance(format, WeightFormat) and format.is_quantised:
-            if num_devices is None:
-                num_parts = _num_parts(spec, name, shape)
-            else:
-                num_parts = num_devices if divides_inputs(name) else 1
-            if not is_kept and not fits(format, shape[-1] // num_parts):
-                format = DTYPE_FORMATS["int8"]
-            format = fit_format(format, shape[-1], num_parts)
-        if isinstance(format, str):
-            expanded[name] = format
-            format = floats
-        formats[name] = format
-    if expanded:
-        name, reason = next(iter(expanded.items()))
-        others = " and others" if len(expanded) > 1 else ""
-        warnings.warn(
-            f"load_weights: {name}{others} will be {floats.code}, not quantised: {reason}.",
-            stacklevel=3,
-        )
-    return MatrixFormats.create(formats)
-
-
-def _num_parts(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> int:
-    """Return the number of devices over which the placement divides a matrix's inputs."""
-    placement = spec.sharding_of(name, shape)
-    return 1 if placement is None else shape[-1] // placement.shard_shape(shape)[-1]
 
 
 class MatrixReader:
