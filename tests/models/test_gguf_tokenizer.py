@@ -210,6 +210,15 @@ def test_answers_end_at_all_known_end_tokens(tmp_path):
     assert tokenizer.spell(tokenizer.eos_token_ids) == ["<|return|>", "<|call|>", "<|endoftext|>"]
 
 
+@pytest.mark.parametrize("merge", ["xy 7z", "7z xy", "xy xy", "xyxy"])
+def test_merges_outside_the_vocabulary_are_dropped(tmp_path, merge):
+    merges = byte_level()["tokenizer.ggml.merges"]
+    tokenizer = load(tmp_path, byte_level(merges=[merge, *merges]))
+    usual = load(tmp_path, byte_level(), "usual")
+    for text in ("xy7zxy", "xyxy", "I'll xxyy 0123 Mac"):
+        assert tokenizer.encode(text) == usual.encode(text)
+
+
 def test_phi3_drops_spaces_after_special_tokens(tmp_path):
     metadata = sentencepiece() | {"general.name": "Phi-3 mini"}
     tokenizer = load(tmp_path, metadata)

@@ -7,6 +7,7 @@ in llama.cpp.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -123,23 +124,23 @@ class _TokenizerReader:
         merges = self._get("merges")
         if not isinstance(merges, Texts):
             raise self._error("merges must be a list of strings")
-        backend = tokenizers.Tokenizer(
-            models.BPE(self._ids, self._pairs(merges), ignore_merges=pre.ignores_merges)
-        )
+        # A merge is written as two tokens with a space between them. Spaces in tokens are written
+        # as another character.
+        parts = map(str.partition, merges, itertools.repeat(" "))
+        pairs = [(left, right) for left, _, right in parts]
+        try:
+            bpe = models.BPE(self._ids, pairs, ignore_merges=pre.ignores_merges)
+        except Exception:  # the library raises plain exceptions for tokens outside the vocabulary
+            bpe = models.BPE(self._ids, self._known(pairs), ignore_merges=pre.ignores_merges)
+        backend = tokenizers.Tokenizer(bpe)
         backend.pre_tokenizer = pre.build()
         backend.decoder = decoders.ByteLevel()
         return backend, pre.adds_bos
 
-    def _pairs(self, merges: Texts) -> list[tuple[str, str]]:
-        """Split merges into pairs of tokens, and drop merges of tokens outside the vocabulary.
-
-        llama.cpp drops the same merges.
-        """
+    def _known(self, pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Drop merges of tokens outside the vocabulary, as llama.cpp does."""
         ids = self._ids
-        # A merge is written as two tokens with a space between them. Spaces in tokens are written
-        # as another character.
-        pairs = (merge.partition(" ") for merge in merges)
-        return [(a, b) for a, _, b in pairs if a in ids and b in ids and a + b in ids]
+        return [(a, b) for a, b in pairs if a in ids and b in ids and a + b in ids]
 
     def _sentencepiece(self) -> tokenizers.Tokenizer:
         scores = self._numbers("scores", None, self._get("scores")).astype(np.float64)
