@@ -124,7 +124,7 @@ def take_some(pool: BlockPool, blocks: jax.Array, is_taken: jax.Array) -> BlockP
 def _hold_free(pool: BlockPool, blocks: jax.Array, num_taken: jax.Array) -> BlockPool:
     """Remove the first `num_taken` blocks from the free queue and mark them as in use.
 
-    `blocks` are their ids, i32 of any shape; P is ignored.
+    `blocks` are the ids of these blocks, i32 of any shape. Entries equal to P are ignored.
     """
     return replace(
         pool,
@@ -149,7 +149,8 @@ def hold(pool: BlockPool, entries: jax.Array) -> BlockPool:
 
     Args:
       pool: the pool.
-      entries: i32[N], ids of blocks that are in use, possibly repeated; P is ignored.
+      entries: i32[N], ids of blocks that are in use, possibly repeated. Entries equal to P are
+        ignored.
     """
     blocks, counts, _ = tally(entries, pool.num_blocks)
     return replace(pool, ref_counts=pool.ref_counts.at[blocks].add(counts, mode="drop"))
@@ -165,7 +166,8 @@ def give_back(pool: BlockPool, entries: jax.Array) -> BlockPool:
 
     Args:
       pool: the pool.
-      entries: i32[N], ids of blocks that are in use, possibly repeated; P is ignored.
+      entries: i32[N], ids of blocks that are in use, possibly repeated. Entries equal to P are
+        ignored.
     """
     blocks, counts, positions = tally(entries, pool.num_blocks)
     refs = pool.ref_counts.at[blocks].get(mode="fill", fill_value=-1)
@@ -198,7 +200,7 @@ def revive(pool: BlockPool, blocks: jax.Array) -> BlockPool:
 
     Args:
       pool: the pool.
-      blocks: i32[N], distinct ids of blocks, free or in use; P is ignored.
+      blocks: i32[N], distinct ids of blocks, free or in use. Entries equal to P are ignored.
     """
     is_revived = jnp.zeros(pool.num_blocks, bool).at[blocks].set(True, mode="drop")
     index = jnp.arange(pool.num_blocks, dtype=jnp.int32)
@@ -258,7 +260,7 @@ def remember(
 
     Args:
       pool: the pool.
-      blocks: i32[N], distinct block ids; P is ignored.
+      blocks: i32[N], distinct block ids. Entries equal to P are ignored.
       digests: u32[N, 8], the digest of each block.
       token_ids: i32[N, C], the tokens in each block.
     """
@@ -274,7 +276,7 @@ def remember(
 def forget(pool: BlockPool, blocks: jax.Array) -> BlockPool:
     """Remove blocks that are in use from the prefix cache.
 
-    `blocks` are their ids, i32 of any shape; P is ignored.
+    `blocks` are the ids of these blocks, i32 of any shape. Entries equal to P are ignored.
     """
     return replace(pool, is_cached=pool.is_cached.at[blocks].set(False, mode="drop"))
 
@@ -299,7 +301,7 @@ def forget_marked(pool: BlockPool, is_forgotten: jax.Array) -> BlockPool:
 
 
 def tally(entries: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Count how often each block occurs in `entries` i32[N]; P is ignored.
+    """Count how often each block occurs in `entries` i32[N]. Entries equal to P are ignored.
 
     Callers use the counts in a scatter that writes each block once. A scatter-add of all entries
     would be slow if many entries refer to the same block.

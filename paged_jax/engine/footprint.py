@@ -160,7 +160,7 @@ class Footprint(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Bytes of temporary memory of the program that needs the most."""
+        """The largest number of bytes of temporary memory that any program needs."""
         return max(self.steps.values())
 
     @property

@@ -222,10 +222,10 @@ def _convolved(
 ) -> Recurrence:
     """Return a recurrence that applies a convolution to its first input, and then calls `run`.
 
-    `inputs` are arrays ``[..., heads, n]``. `run` takes four arguments: the first input after the
-    convolution and its activation, a tuple of the other inputs, the state, and the number of tokens
-    of each row. Here, each input has the shape ``[B, T, heads * n]``. `run` returns the outputs
-    ``[B, T, ...]`` and the new state.
+    `inputs` are arrays ``[..., heads, n]``. `run` takes four arguments: the first input, to which
+    the convolution and its activation have been applied; a tuple of the other inputs; the state;
+    and the number of tokens of each row. It gets inputs of the shape ``[B, T, heads * n]``. It
+    returns the outputs ``[B, T, ...]`` and the new state.
     """
 
     def advance(inputs: Arrays, states: States, num_tokens: jax.Array) -> tuple[jax.Array, States]:

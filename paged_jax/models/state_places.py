@@ -124,7 +124,8 @@ class StatePlaces(NamedTuple):
     ) -> tuple[jax.Array, GroupPools]:
         """Run the recurrence of a layer on the states in the pools.
 
-        The new states are written to the pools, unless this is postponed.
+        It writes the new states to the pools. If `postponed` is not None, it adds the layer to
+        `postponed` instead, and `advance_postponed` writes the states.
 
         Args:
           layer: index of the layer in the model.

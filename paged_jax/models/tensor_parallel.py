@@ -74,8 +74,9 @@ _KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
 
 Convert = Callable[[jax.Array], jax.Array]
 
-# Pieces of a parameter. For each, the number of its rows (None for all rows that are in no other
-# piece), and whether every copy of a head has all of them. If not, the copies divide the rows.
+# Pieces of a parameter. The int is the number of rows of a piece; None for all rows that are in no
+# other piece. The bool matters if several devices have the same head: if it is True, each of them
+# has all rows of the piece; otherwise, they divide the rows.
 _Pieces = tuple[tuple[int | None, bool], ...]
 
 

@@ -245,7 +245,7 @@ def _unreported(tokens: jax.Array, num_top: int) -> Draws:
 def _report(raw: jax.Array, tokens: jax.Array, active: jax.Array, num_top: int) -> Draws:
     """Return `Draws` with tokens, ranks and the `num_top` most probable tokens of active rows.
 
-    Ranks and most probable tokens of inactive rows, and all `logprobs`, are zero.
+    In inactive rows, ranks and most probable tokens are zero. `logprobs` is zero in all rows.
     """
     values, ids = top_logprobs(raw, num_top)
     return _unreported(tokens, num_top)._replace(

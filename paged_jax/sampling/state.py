@@ -226,7 +226,7 @@ def slot_row(state: SlotSampling, assignment: Assignment) -> SlotRow:
 
     Raises:
       ValueError: the slot, the seed or a token id is out of range, or the state has no room for all
-        biases, held-back stop tokens or bad words.
+        biases, bad words, or stop tokens that are forbidden until the minimum length.
 
     The row has 5 * V bytes, independent of the length of the prompt.
     """

@@ -1,12 +1,13 @@
 """Block counts of sequences, and the scheduler's interface to the KV cache.
 
-Layers with the same kind of attention form a group with its own blocks. The scheduler only counts
-the blocks of the first group, which keeps the most tokens, because no other group runs out of
-blocks before it. With P blocks in the first group and S slots, another group has ``min(P, S * w)``
-blocks, where w is the maximum number of blocks that a slot holds in that group. ``S * w`` blocks
-are enough for all slots. P blocks are also enough, because a slot never holds more blocks in
-another group than in the first group, and slots that share blocks in the first group share the
-corresponding blocks in the other groups.
+Layers with the same kind of attention form a group with its own blocks. The first group keeps the
+most tokens. The scheduler counts only its blocks, because no other group runs out of blocks before
+it. Let P be the number of blocks of the first group, S the number of slots, and w the maximum
+number of blocks that a slot holds in another group. That group has ``min(P, S * w)`` blocks:
+
+- ``S * w`` blocks are enough for all slots.
+- P blocks are also enough. A slot never holds more blocks in another group than in the first group.
+  Slots that share blocks in the first group share the corresponding blocks in the other groups.
 
 `BlockBudget` is for models with a group that keeps all tokens. `WindowBlockBudget` is for models in
 which all layers have a sliding window. It counts the blocks of the largest window.
@@ -129,7 +130,7 @@ class BlockBudget:
         return num_blocks_needed(num_tokens, self.block_size)
 
     def num_wanted(self, num_tokens: int) -> int:
-        """Return the number of blocks to prefill `num_tokens` tokens in chunks of full size."""
+        """Return how many blocks a prefill of `num_tokens` tokens in chunks of full size needs."""
         return num_blocks_needed(num_tokens, self.block_size)
 
     def num_shared(self, num_tokens: int) -> int:

@@ -340,7 +340,7 @@ class Admission:
             sequence.num_wanted = 0
 
     def next_digest(self, sequence: Sequence) -> set[bytes]:
-        """Return the digest of the next prompt block of a running sequence, in a set.
+        """Return a set with the digest of the prompt block that a sequence computes next.
 
         The set is empty if this block will not be published to the prefix cache.
         """
@@ -350,7 +350,7 @@ class Admission:
         return {sequence.digests[column]}
 
     def next_digests(self) -> set[bytes]:
-        """Return the digests of the next prompt blocks of running sequences, see `next_digest`."""
+        """Return the union of `next_digest` over all running sequences."""
         return set().union(*map(self.next_digest, self._queue.running))
 
     def waits_for_prefix(self, sequence: Sequence, computing: set[bytes]) -> bool:

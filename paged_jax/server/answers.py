@@ -364,7 +364,7 @@ def keep_top(
 
 
 def by_token_id(rows: Sequence[dict[int, Logprob] | None] | None) -> Any:
-    """Convert log-probabilities to vLLM's JSON: for each position, a dict from token ids."""
+    """Convert log-probabilities to vLLM's JSON: a dict for each position, keyed by token id."""
     if rows is None:
         return None
     return [

@@ -143,7 +143,7 @@ class BlockTables:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks in the pool (P); also the entry for "no block"."""
+        """Number of blocks in the pool (P). In block tables, P means "no block"."""
         return self.pool.num_blocks
 
 

@@ -65,8 +65,7 @@ _MAX_KEY_DIM = 1024
 _INT8 = jnp.dtype(jnp.int8)
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
-# These codes of 4-bit values (see `weight_formats.CODES`) stand for numbers that bfloat16 cannot
-# represent exactly.
+# Codes (see `weight_formats.CODES`) with numbers that bfloat16 cannot represent exactly.
 _INEXACT_CODES = ("nf4", "fp4")
 
 # The group size of packed 4-bit values must be a multiple of this number of inputs, because the

@@ -160,7 +160,7 @@ def prefill(
 
 
 def _choose_sizes(T: int, q: jax.Array, pools: Pools | Pages, options: Options) -> PrefillSizes:
-    """Choose the sizes for chunks of about T tokens."""
+    """Choose the sizes of the kernel's tiles for chunks of about T tokens."""
     H, D = q.shape[-2:]
     shared = options.output_dim(D) if pools.shares_values else None
     return PrefillSizes.choose(

@@ -220,10 +220,10 @@ def _count(counter_ref: Any, count_ref: Any) -> None:
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import llvm
 
-        # Bulk copies have stored the partial results. The proxy fence orders these copies before
-        # the loads of other threads. Thread 0 increments the counter between two barriers. So all
-        # threads have stored their results before the increment, and no thread loads results before
-        # it.
+        # Bulk copies have stored the partial results. The proxy fence makes them visible to the
+        # loads of other threads. Thread 0 increments the counter between two barriers. After the
+        # first barrier, all threads have stored their results. Until the second barrier, no thread
+        # loads results.
         utils.warpgroup_barrier()
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),

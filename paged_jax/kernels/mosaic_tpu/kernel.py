@@ -51,8 +51,8 @@ _LEAST_PEAK = float(np.finfo(np.float32).min)
 def dtype_refusal(problem: Problem, pools: str, *pool_dtypes: str) -> str | None:
     """Return why a kernel does not support the dtypes of a call, or None if it does.
 
-    Queries and pools must be bfloat16 or float32. Pools may also have one of `pool_dtypes`. `pools`
-    is the word for the pools in the result, such as "pages".
+    Queries and pools must be bfloat16 or float32. Pools may also have one of `pool_dtypes`. The
+    result calls the pools by the word `pools`, such as "pages".
     """
     dtypes = ("queries", problem.q_dtype, ()), (pools, problem.pool_dtype, pool_dtypes)
     for name, dtype, more in dtypes:

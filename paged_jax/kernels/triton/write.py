@@ -157,9 +157,9 @@ def _find_rows(
     offset = plgpu.load(offsets_ref.at[token], mask=is_new, other=-1)
     is_kept = (block >= 0) & (block < P) & (offset >= 0) & (offset < C)
     is_kept &= (layer >= 0) & (layer < L)
-    # Give rows that are not written an index past the end. A mask alone is not enough: for a masked
-    # row, the interpreter writes the old value back to the index of the row, which could undo
-    # another write.
+    # If a row must not be written, set its index to a value past the end. A mask alone is not
+    # enough: for a masked row, the interpreter writes the old value back to the index of the row,
+    # which could undo another write.
     row = jnp.where(is_kept, ((layer * P + block) * K + head) * C + offset, L * P * K * C)
     return row, is_kept
 

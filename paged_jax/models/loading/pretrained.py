@@ -148,14 +148,15 @@ def read_formats(
 ) -> MatrixFormats | None:
     """Return the formats that the matrices of a model will have when it is loaded.
 
-    The function reads only the headers of the files, and the order of inputs that are reordered.
+    The function reads the headers of the files. In formats that reorder the inputs of a matrix, it
+    also reads their order.
 
     `config` is the result of `read_config`. `num_devices` is the number of devices over which the
     model will be divided. For the other arguments, see `Llama.from_pretrained`.
 
     Returns:
-      The formats. If the folder has no weights, and ``config.json`` describes no quantisation, the
-      formats depend only on `dtype`, and the result is None.
+      The formats; None if the folder has no weights, and ``config.json`` describes no
+      quantisation. Then the formats depend only on `dtype`.
     """
     if is_checkpoint(folder):
         return find_saved_formats(folder, config, dtype=dtype, dequantise=dequantise)

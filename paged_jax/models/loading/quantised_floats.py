@@ -319,8 +319,8 @@ def _read_state(name: str, parts: Mapping[str, StoredTensor]) -> dict[str, Any]:
     found = [part for end, part in parts.items() if ".quant_state." in end]
     if len(found) != 1:
         raise WeightsError(
-            f"load_weights: {name} must have exactly one tensor quant_state (for "
-            f"{' or '.join(_STATES)}), got {len(found)}."
+            f"load_weights: {name} must have exactly one quant_state tensor, for "
+            f"{' or '.join(_STATES)}, got {len(found)}."
         )
     [stored] = found
     state: Any = None

@@ -318,10 +318,10 @@ def _qkv_mappings(
     *,
     is_bias: bool = False,
 ) -> Mappings:
-    """Return the mappings of ``qkv_proj`` or ``qkv_bias`` to one fused or three tensors.
+    """Return the mappings of ``qkv_proj`` or ``qkv_bias`` to the tensors of the files.
 
-    Files may have a fused tensor for the weights, but not for the biases. `row_order` is the result
-    of `head_order`.
+    Q, K and V of the weights are one fused tensor or three tensors. Biases are always three
+    tensors. `row_order` is the result of `head_order`.
     """
     D, H, K = config.head_dim, config.num_attention_heads, config.num_key_value_heads
     fused_tensor = None if is_bias else names.get("qkv_proj")

@@ -52,8 +52,8 @@ def add_special_tokens(
 ) -> dict[str, str]:
     """Add the special tokens of the files next to ``tokenizer.json`` to a tokenizer.
 
-    Tokens for which the files state ids are added first, in the order of the ids. Then tokens with
-    a name are added, and then all other special tokens. A token that is not in the vocabulary gets
+    Tokens with an id in the files are added first, in the order of the ids. Then tokens with a
+    name are added, and then all other special tokens. A token that is not in the vocabulary gets
     the next free id.
 
     Args:
@@ -65,7 +65,7 @@ def add_special_tokens(
       The special tokens by name, such as ``{"bos_token": "<s>"}``.
 
     Raises:
-      TokenizerError: a token is malformed, or gets another id than the files state.
+      TokenizerError: a token is malformed, or gets an id that differs from its id in the files.
       ValueError: a file is not JSON.
     """
     tokens = _read_special_tokens(folder, _with_names_of_class(backend, config))
