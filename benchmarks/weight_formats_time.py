@@ -26,12 +26,13 @@ import numpy as np
 
 from benchmarks.common.device_time import Program, memory_rate, take_turns
 from benchmarks.common.environment import environment, write_json
-from paged_jax.kernels.linear import Weight, linear
+from paged_jax.kernels.linear import Weight, linear, reads_interleaved_rows
 from paged_jax.kernels.weight_formats import (
     CODES,
     WeightArrays,
     WeightFormat,
     dequantise,
+    interleave,
     pack,
 )
 
@@ -78,11 +79,16 @@ def random_weight(format: WeightFormat, size: int, rng: np.random.Generator) -> 
     return WeightArrays(values, scales.astype(shapes["scales"][1]), mins)
 
 
-def as_weight(arrays: WeightArrays, format: WeightFormat) -> Weight:
-    """Return the arrays on the first device."""
-    on_device = jax.tree.map(jnp.asarray, arrays)
-    code = format.code if format.is_packed else None
-    return Weight(*on_device, code=code, dtype=jnp.dtype("bfloat16"))
+def as_weight(arrays: WeightArrays, format: WeightFormat, backend: str | None = None) -> Weight:
+    """Return a square weight on the first device, stored as engines store it for a backend."""
+    code, dtype = format.code if format.is_packed else None, jnp.dtype("bfloat16")
+    size = arrays.values.shape[0]
+    is_interleaved = backend != "xla" and reads_interleaved_rows(
+        jax.default_backend(), format, (size, size), dtype
+    )
+    stored = jax.tree.map(interleave, arrays) if is_interleaved else arrays
+    on_device = jax.tree.map(jnp.asarray, stored)
+    return Weight(*on_device, code=code, dtype=dtype, is_interleaved=is_interleaved)
 
 
 def relative_error(
@@ -93,7 +99,7 @@ def relative_error(
     size = arrays.values.shape[0]
     x = rng.standard_normal((num_rows, size), np.float32)
     multiply = jax.jit(functools.partial(linear, backend=backend))
-    got = np.asarray(multiply(jnp.asarray(x), as_weight(arrays, format)), np.float64)
+    got = np.asarray(multiply(jnp.asarray(x), as_weight(arrays, format, backend)), np.float64)
     w = dequantise(arrays, format.code).astype(np.float64)
     groups = dequantise(arrays._replace(mins=None), format.code).astype(np.float64)
     terms = np.abs(x) @ (np.abs(groups) + np.abs(w - groups)).T
@@ -152,7 +158,7 @@ def measure(
             continue
         format = FORMATS[name]
         arrays = random_weight(format, size, rng)
-        weights = [as_weight(arrays, format) for _ in range(num_weights)]
+        weights = [as_weight(arrays, format, backend) for _ in range(num_weights)]
         stored = format.num_bytes((size, size))
         for num_rows in rows:
             error = relative_error(arrays, format, num_rows, backend)
