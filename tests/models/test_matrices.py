@@ -162,12 +162,16 @@ def test_load_weights_quantises_other_families(tmp_path, model_type) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "scan_layers"), [("int8", True), ("int4", False)])
-def test_load_weights_interleaves_rows(saved, dtype, scan_layers) -> None:
-    """Only quantised matrices whose number of rows is a multiple of 32 are interleaved."""
-    floats, folder = saved
+def test_load_weights_interleaves_rows(tmp_path, dtype, scan_layers) -> None:
+    """Only quantised matrices whose number of rows is a multiple of 32 are interleaved.
+
+    With int4, rows have two or three groups of inputs.
+    """
+    floats = random_llama(dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=96))
+    floats.save_pretrained(tmp_path)
     options = {"dtype": dtype, "scan_layers": scan_layers}
-    in_order = load_weights(Llama, folder, floats.config, **options)
-    model = load_weights(Llama, folder, floats.config, interleave=True, **options)
+    in_order = load_weights(Llama, tmp_path, floats.config, **options)
+    model = load_weights(Llama, tmp_path, floats.config, interleave=True, **options)
     assert model.formats.in_order() == in_order.formats != model.formats
     kinds = set()
     for name, expected in parameters(in_order).items():
