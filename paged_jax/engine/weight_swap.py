@@ -122,8 +122,8 @@ class NewWeights(NamedTuple):
 class WeightSwap:
     """Replaces the weights of an engine with a compiled program.
 
-    The program renames, transposes and fuses the new weights, and donates the old weights. So it
-    needs no additional memory, unless the old arrays must be kept.
+    The program renames, transposes and fuses the new weights, and donates the old weights. It needs
+    additional memory only if the old arrays must be kept, or for matrices with interleaved rows.
 
     Args:
       executor: executor that holds the weights.
