@@ -241,7 +241,7 @@ class Weights:
 
     @property
     def originals(self) -> list[jax.Array]:
-        """The weights in the model layout. Weights in another layout are converted to new arrays."""
+        """The weights in the model layout; converted copies if programs use another layout."""
         if not self.arrays:
             return []
         named = zip(self.names, self.arrays, strict=True)
