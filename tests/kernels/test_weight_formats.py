@@ -63,7 +63,7 @@ def test_unpack_is_the_inverse_of_pack(num_blocks, seed) -> None:
 
 @pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
 def test_interleave_orders_32_rows_by_columns(as_array) -> None:
-    """Values are ordered in fours, scales one by one."""
+    """Values move in groups of four, and each scale moves alone."""
     rng = np.random.default_rng(0)
     values = rng.integers(-128, 128, (2, 2, 32, 24)).astype(np.int8)
     scales = rng.normal(size=(2, 2, 32, 3)).astype(np.float16)
@@ -190,7 +190,7 @@ def test_linear_converts_one_tile_of_a_large_weight_at_a_time() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_linear_is_differentiable_in_x(name) -> None:
-    """The weight is one layer of a stack, and the forward pass uses the kernel for CPUs."""
+    """The weight is a layer of a stack, and the forward pass uses the kernel for CPUs."""
     rng = np.random.default_rng(0)
     format = FORMATS[name]
     layers = [random_arrays(format, (7, 64), rng) for _ in range(2)]
@@ -237,7 +237,7 @@ def test_grouped_linear_matches_float64_in_every_format(name, backend) -> None:
 
 @pytest.mark.parametrize("name", ["q5_1", "gptq"])
 def test_xla_reads_interleaved_weights(name) -> None:
-    """Results and gradients are those of the same weights with their rows in order."""
+    """Results and gradients equal the results and gradients with the rows in order."""
     rng = np.random.default_rng(0)
     format, sizes = FORMATS[name], jnp.array([2, 0, 3])
     arrays = random_arrays(format, (3, 32, 64), rng)

@@ -111,7 +111,7 @@ def test_load_weights_quantises_to_int8(saved, scan_layers, monkeypatch) -> None
 
 @pytest.mark.parametrize("dtype", ["fp8", "int4", "int4-symmetric"])
 def test_load_weights_quantises_to_each_dtype(saved, dtype) -> None:
-    """The matrices are rounded one by one, the output head to int8, and norms stay floats."""
+    """Each matrix is rounded, the output head to int8, and norms stay floats."""
     floats, folder = saved
     config = floats.config
     model = load_weights(Llama, folder, config, dtype=dtype)
@@ -163,7 +163,7 @@ def test_load_weights_quantises_other_families(tmp_path, model_type) -> None:
 
 @pytest.mark.parametrize(("dtype", "scan_layers"), [("int8", True), ("int4", False)])
 def test_load_weights_interleaves_rows(tmp_path, dtype, scan_layers) -> None:
-    """Only quantised matrices whose number of rows is a multiple of 32 are interleaved.
+    """Quantised matrices are interleaved if their number of rows is a multiple of 32.
 
     With int4, rows have two or three groups of inputs.
     """

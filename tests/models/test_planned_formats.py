@@ -27,7 +27,7 @@ FOLDERS = (
     "ct-w4a16-channel", "ct-w4a16-group-asym", "ct-w4a16-group-sym", "ct-w8a8-int8", "fp8-block",
     "gptq-v2", "mlx-q4", "mlx-q8",
 )  # fmt: skip
-# Folders whose configs do not describe all details. Their scales are bfloat16 instead of float32.
+# Folders with configs that leave out details. Their scales are bfloat16 instead of float32.
 INEXACT = ("ct-fp8-block",)
 
 

@@ -13,7 +13,7 @@ def run_on_devices(program: str, *arguments: object, num_devices: int = 4) -> st
 
     It needs a new process, because JAX counts the devices when it starts.
     """
-    # Added to the flags of the test run, such as those of "--unoptimised".
+    # Added to the flags of the test run, such as the flags of "--unoptimised".
     asked = os.environ.get("XLA_FLAGS", "")
     flags = f"{asked} --xla_force_host_platform_device_count={num_devices}"
     setup = f"import gc; gc.set_threshold({COLLECTOR_THRESHOLD})\n"

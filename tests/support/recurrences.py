@@ -1,4 +1,4 @@
-"""Recurrences in NumPy and float64, one token at a time."""
+"""Recurrences in NumPy and float64, token by token."""
 
 import numpy as np
 
@@ -21,7 +21,7 @@ def delta_rule(
     beta: np.ndarray,
     state: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Apply the gated delta rule of one head.
+    """Apply the gated delta rule of a head.
 
     Args:
       q, k: ``[T, D]``; v: ``[T, U]``; beta: ``[T]``; state: ``[D, U]``.
@@ -38,7 +38,7 @@ def delta_rule(
 def state_space(
     x: np.ndarray, b: np.ndarray, c: np.ndarray, log_decay: np.ndarray, state: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Apply the recurrence of Mamba-2 of one head.
+    """Apply the recurrence of Mamba-2 of a head.
 
     Args:
       x: ``[T, U]``; b, c: ``[T, D]``; log_decay: ``[T]``; state: ``[U, D]``.
