@@ -86,7 +86,7 @@ def as_weight(arrays: WeightArrays, format: WeightFormat, backend: str | None = 
     is_interleaved = backend != "xla" and reads_interleaved_rows(
         jax.default_backend(), format, (size, size), dtype
     )
-    stored = jax.tree.map(interleave, arrays) if is_interleaved else arrays
+    stored = arrays.map_rows(interleave) if is_interleaved else arrays
     on_device = jax.tree.map(jnp.asarray, stored)
     return Weight(*on_device, code=code, dtype=dtype, is_interleaved=is_interleaved)
 

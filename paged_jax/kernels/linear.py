@@ -147,7 +147,7 @@ def reads_interleaved_rows(
       shape: shape of the weight, ``[*out, in]``.
       dtype: float dtype of the model.
     """
-    if platform != "cpu" or not format.is_quantised:
+    if platform != "cpu":
         return False
     shapes = format.shapes(shape)
     arrays: Any = {name: jax.ShapeDtypeStruct(*shapes[name]) for name in shapes}

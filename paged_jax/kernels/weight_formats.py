@@ -150,15 +150,14 @@ class WeightArrays(NamedTuple):
     mins: Any = None
     order: Any = None
 
+    def map_rows(self, function: Callable[[Any], Any]) -> "WeightArrays":
+        """Apply a function to the arrays with a row for each output: all except `order`."""
+        rows = jax.tree.map(function, self._replace(order=None))
+        return rows._replace(order=self.order)
+
     def merge_outputs(self, axis: int = 0) -> "WeightArrays":
         """Merge all dimensions from `axis` on, except the last, into one output dimension."""
-
-        def merge(array: Any) -> Any:
-            if array is None:
-                return None
-            return array.reshape(*array.shape[:axis], -1, array.shape[-1])
-
-        return WeightArrays(merge(self.values), merge(self.scales), merge(self.mins), self.order)
+        return self.map_rows(lambda x: x.reshape(*x.shape[:axis], -1, x.shape[-1]))
 
 
 @short_repr
@@ -229,8 +228,8 @@ class Weight:
         """The matrix without interleaved rows, and without `stack`."""
         if not self.is_interleaved:
             return self
-        arrays = jax.tree.map(undo_interleave, self.arrays._replace(order=None))
-        return Weight(*arrays._replace(order=self.order), code=self.code, dtype=self.dtype)
+        arrays = self.arrays.map_rows(undo_interleave)
+        return Weight(*arrays, code=self.code, dtype=self.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:

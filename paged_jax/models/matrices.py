@@ -13,13 +13,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.linear import (
-    LayerWeights,
-    Matrix,
-    Stack,
-    Weight,
-    linear,
-)
+from paged_jax.kernels.linear import LayerWeights, Matrix, Stack, Weight, linear
 from paged_jax.kernels.weight_formats import (
     WeightArrays,
     WeightFormat,
@@ -209,8 +203,8 @@ def _find_rows(
     table: Weight, token_ids: jax.Array, take: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> jax.Array:
     take = take_interleaved_rows if table.is_interleaved else take
-    rows = jax.tree.map(lambda array: take(array, token_ids), table.arrays._replace(order=None))
-    return dequantise(rows._replace(order=table.order), table.format.code)
+    rows = table.arrays.map_rows(lambda array: take(array, token_ids))
+    return dequantise(rows, table.format.code)
 
 
 def _look_up_rows(array: jax.Array, token_ids: jax.Array) -> jax.Array:

@@ -17,11 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.weight_formats import (
-    INT8,
-    PACKED_INPUTS,
-    WeightFormat,
-)
+from paged_jax.kernels.weight_formats import INT8, PACKED_INPUTS, WeightFormat
 
 if TYPE_CHECKING:
     from paged_jax.models.config import LlamaConfig

@@ -211,7 +211,7 @@ class Weights:
         self._parallel, self.names = parallel, list(named_arrays(state))
         formats = model.matrix_formats
         self._interleaved = {name for name in self.names if _is_interleaved(name, formats)}
-        self._model_graphdef = _graph_in_order(model) if self._interleaved else graphdef
+        self._model_graphdef = _graph_in_order(graphdef, state) if self._interleaved else graphdef
         if parallel is None:
             self.config, self.device_config, self.division = model.config, None, None
             self.graphdef = Graph.key(graphdef)
@@ -292,9 +292,9 @@ def _is_interleaved(name: str, formats: MatrixFormats) -> bool:
     return is_matrix(matrix) and formats[matrix].is_interleaved and not name.endswith(ORDER)
 
 
-def _graph_in_order(model: PagedModel) -> Any:
+def _graph_in_order(graphdef: Any, state: Any) -> Any:
     """Return the structure of a model, but with the rows of all matrices in their order."""
-    copy = nnx.merge(*nnx.split(model))
+    copy = nnx.merge(graphdef, state)
     modules: list[Any] = [module for _, module in nnx.iter_modules(copy)]
     for module in modules:
         if isinstance(formats := getattr(module, "formats", None), MatrixFormats):

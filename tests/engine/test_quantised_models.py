@@ -427,8 +427,9 @@ def test_models_with_experts_may_be_quantised(code, tmp_path) -> None:
     want, got = (jax.jit(Llama.__call__)(each, token_ids) for each in (floats, model))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * float(jnp.abs(want).max()))
     # The engine interleaves the rows of each expert.
-    llm, alone = LLM(tmp_path, dtype="int8", **SIZES) if code == "int8" else LLM(model, **SIZES), []
+    llm = LLM(tmp_path, dtype="int8", **SIZES) if code == "int8" else LLM(model, **SIZES)
     assert is_interleaved(llm) == (code == "int8")
+    alone = []
     for prompt in PROMPTS[2:]:
         llm.reset_prefix_cache()
         alone += generate(llm, [prompt])

@@ -24,35 +24,19 @@ SUPPORTED = [name for name in FORMATS if name != "nvfp4"]
 INT8_INPUTS = [name for name in SUPPORTED if FORMATS[name].code not in ("float8_e4m3fn", "nf4")]
 
 
-def interleave(array, width):
-    """Interleave runs of `width` elements of 32 rows."""
-    if array is None:
-        return None
-    bundles = np.split(array.reshape(-1, array.shape[-1]), array.size // array.shape[-1] // 32)
-    runs = [
-        rows[:, start : start + width]
-        for rows in bundles
-        for start in range(0, array.shape[-1], width)
-    ]
-    return np.concatenate(runs).reshape(array.shape)
-
-
-def interleaved(arrays: WeightArrays) -> WeightArrays:
-    values, scales, mins, order = arrays
-    return WeightArrays(interleave(values, 4), interleave(scales, 1), interleave(mins, 1), order)
-
-
-def both_weights(format: WeightFormat, shape: tuple[int, ...], dtype: str) -> tuple[Weight, Weight]:
+def both_weights(format: WeightFormat, arrays: WeightArrays, dtype: str) -> tuple[Weight, Weight]:
     """Return the same matrix with rows in their order, and with interleaved rows."""
-    arrays = random_arrays(format, shape, np.random.default_rng(shape[0]))
-    bundled = make_weight(interleaved(arrays), format, dtype)
-    return make_weight(arrays, format, dtype), dataclasses.replace(bundled, is_interleaved=True)
+    plain, bundled = (
+        make_weight(arrays, format, dtype, is_interleaved=each) for each in (False, True)
+    )
+    return plain, bundled
 
 
 def check_bits(format: WeightFormat, num_outputs: int, dtype: str, backend: str) -> None:
     # Units of 16 or 32 inputs; several strips; the last segment of a row is shorter than others.
     num_inputs = 1344
-    plain, bundled = both_weights(format, (num_outputs, num_inputs), dtype)
+    arrays = random_arrays(format, (num_outputs, num_inputs), np.random.default_rng(num_outputs))
+    plain, bundled = both_weights(format, arrays, dtype)
     assert cpu.Cpu().supports_interleaved(plain)
     x = np.random.default_rng(0).normal(size=(NUM_ROWS[-1], num_inputs)).astype(np.float32)
     x[11] = 0
@@ -98,19 +82,14 @@ def test_scales_and_minima_of_every_dtype(dtype) -> None:
 def test_linear_reads_a_layer_of_the_stack(name) -> None:
     """Outputs have two dimensions. Layers are interleaved separately."""
     format, rng = FORMATS[name], np.random.default_rng(0)
-    layers = [random_arrays(format, (3, 32, 64), rng) for _ in range(3)]
-    layers = [(arrays, interleaved(arrays)) for arrays in layers]
-    stack = jax.tree.map(lambda *each: jnp.stack(each), *(bundled for _, bundled in layers))
+    arrays = [random_arrays(format, (3, 32, 64), rng) for _ in range(3)]
+    layers = [both_weights(format, each, "bfloat16") for each in arrays]
+    stack = jax.tree.map(lambda *each: jnp.stack(each), *(bundled.arrays for _, bundled in layers))
     x = rng.normal(size=(5, 64)).astype(np.float32)
     program = jax.jit(linear)
     for layer, (plain, bundled) in enumerate(layers):
-        w = dataclasses.replace(
-            make_weight(bundled, format, "bfloat16"),
-            stack=Stack(stack, jnp.int32(layer)),
-            is_interleaved=True,
-        )
-        want = program(x, make_weight(plain, format, "bfloat16"))
-        np.testing.assert_array_equal(program(x, w), want)
+        w = dataclasses.replace(bundled, stack=Stack(stack, jnp.int32(layer)))
+        np.testing.assert_array_equal(program(x, w), program(x, plain))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +116,8 @@ def test_supports_interleaved_is_false_for_floats() -> None:
 
 
 def test_results_of_rows_do_not_depend_on_other_rows() -> None:
-    _, w = both_weights(FORMATS["q4_1"], (64, 96), "bfloat16")
+    arrays = random_arrays(FORMATS["q4_1"], (64, 96), np.random.default_rng(64))
+    w = make_weight(arrays, FORMATS["q4_1"], "bfloat16", is_interleaved=True)
     x = np.random.default_rng(0).normal(size=(40, 96)).astype(np.float32)
     program = jax.jit(linear)
     together = np.asarray(program(x, w))

@@ -65,8 +65,7 @@ def make_weight(
 ) -> Weight:
     """Return the `Weight` of NumPy arrays, whose rows are in order."""
     if is_interleaved:
-        rows = jax.tree.map(interleave, arrays._replace(order=None))
-        arrays = rows._replace(order=arrays.order)
+        arrays = arrays.map_rows(interleave)
     arrays = WeightArrays(*(None if each is None else jnp.asarray(each) for each in arrays))
     code = format.code if format.code in CODES else None
     return Weight(*arrays, code=code, dtype=jnp.dtype(dtype), is_interleaved=is_interleaved)

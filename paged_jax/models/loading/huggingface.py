@@ -99,8 +99,10 @@ def load_weights(
     wide, stored, mappings = _open(model_class, folder, config, dtype, sharding)
     if formats is None:
         formats = choose_formats(wide, dtype, stored, mappings, dequantise=dequantise)
+    shapes = wide.separate_shapes()
     if interleave:
-        formats = interleave_rows(formats, wide.separate_shapes(), wide.dtype)
+        assert sharding is None, "only whole matrices can be interleaved"
+        formats = interleave_rows(formats, shapes, wide.dtype)
     spec = dataclasses.replace(
         wide,
         scan_layers=scan_layers,
@@ -109,7 +111,7 @@ def load_weights(
     used = {stored[each.tensor] for some in mappings.values() for each in some}
     total = sum(tensor.format.num_bytes(tensor.shape) for tensor in used)
     with loading_bar(total, is_shown=show_progress) as advance:
-        return _build(spec, wide.separate_shapes(), CountedTensors(stored, advance), mappings)
+        return _build(spec, shapes, CountedTensors(stored, advance), mappings)
 
 
 def _build(
