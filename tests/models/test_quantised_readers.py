@@ -473,7 +473,9 @@ HOSTILE = {
         nvfp4_of_modelopt, with_("weight_scale_2", lambda x: np.float32(3e38)), "must be finite"
     ),
     "bitsandbytes: no state": (
-        bitsandbytes, without("weight.quant_state.bitsandbytes__nf4"), "one tensor quant_state"
+        bitsandbytes,
+        without("weight.quant_state.bitsandbytes__nf4"),
+        "exactly one quant_state tensor",
     ),
     "bitsandbytes: not JSON": (
         bitsandbytes,
