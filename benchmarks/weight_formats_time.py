@@ -33,6 +33,7 @@ from paged_jax.kernels.weight_formats import (
     WeightFormat,
     dequantise,
     interleave,
+    num_bits,
     pack,
 )
 
@@ -49,6 +50,8 @@ FORMATS: Mapping[str, WeightFormat] = {
     "nvfp4": WeightFormat("e2m1", 16, "float32"),
     "nf4": WeightFormat("nf4", 64, "float32"),
     "q8_0": WeightFormat("int8", 32, "float16"),
+    "q5_0": WeightFormat("int5", 32, "float16"),
+    "q5_1": WeightFormat("uint5", 32, "float16", "float16"),
     "q6_k": WeightFormat("int8", 16, "float32"),
     "fp8 in blocks of 128": WeightFormat("float8_e4m3fn", 128, "float32"),
 }
@@ -65,7 +68,8 @@ def random_weight(format: WeightFormat, size: int, rng: np.random.Generator) -> 
         values = rng.standard_normal((size, size), np.float32) / size**0.5
         return WeightArrays(values.astype(format.value_dtype))
     if format.is_packed:
-        values = pack(rng.integers(0, 16, (size, size), np.uint8))
+        bits = num_bits(format.code)
+        values = pack(rng.integers(0, 1 << bits, (size, size), np.uint8), bits)
         spread = float(np.std(CODES[format.code]))
     else:
         values = rng.integers(-100, 100, (size, size), np.int8)

@@ -150,9 +150,10 @@ def _from_arguments(args: argparse.Namespace, device: DeviceSpec | None) -> Memo
     config, options = read_config(folder), given_options(args, _OPTIONS)
     kept = {name: options[name] for name in ("dtype", "dequantise") if name in options}
     num_devices = options.get("tensor_parallel_size", 1)
-    formats = read_formats(Llama, folder, config, num_devices=num_devices, **kept)
     memory_bytes = _memory(device) if args.memory is None else args.memory
     platform = args.platform or (jax.default_backend() if device is None else device.platform)
+    kept |= {"num_devices": num_devices, "platform": platform}
+    formats = read_formats(Llama, folder, config, **kept)
     return make_plan(
         config,
         int(args.memory_fraction * memory_bytes),

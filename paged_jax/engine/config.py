@@ -147,8 +147,8 @@ class EngineConfig:
     )
     int8_activations: bool = option(
         False,
-        "round the inputs of int8 and 4-bit matrices to int8 too, on CPUs with AVX512-VNNI; faster "
-        "for batches and prompts, but outputs change slightly",
+        "round the inputs of int8, 5-bit and 4-bit matrices to int8 too, on CPUs with AVX512-VNNI; "
+        "faster for batches and prompts, but outputs change slightly",
         bounds=SWITCH,
         vllm=None,
     )

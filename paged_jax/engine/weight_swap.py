@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from paged_jax.engine.requests import own_transfers
-from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat
+from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, count_inputs
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.conversion import (
@@ -379,12 +379,12 @@ def _check_values(dtypes: list[Any], leaves: _Leaves) -> None:
 def _shape(name: str, leaf: jax.ShapeDtypeStruct, formats: MatrixFormats | None) -> tuple[int, ...]:
     """Return the shape that a new array must have to replace a leaf of the engine's model.
 
-    If `formats` is not None, the leaf is quantised, but the new array is not. So if the leaf packs
-    two values into a byte, the last dimension of the new array is twice as large.
+    If `formats` is not None, the leaf is quantised, but the new array is not. So if the leaf has
+    packed values, the last dimension of the new array is larger.
     """
-    if formats is None or not is_matrix(name) or not formats[name].is_packed:
+    if formats is None or not is_matrix(name):
         return leaf.shape
-    return (*leaf.shape[:-1], 2 * leaf.shape[-1])
+    return (*leaf.shape[:-1], count_inputs(leaf.shape[-1], formats[name].code))
 
 
 def _check_names(names: list[str], own: list[str]) -> None:

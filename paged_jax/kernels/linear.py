@@ -151,7 +151,8 @@ def reads_interleaved_rows(
         return False
     shapes = format.shapes(shape)
     arrays: Any = {name: jax.ShapeDtypeStruct(*shapes[name]) for name in shapes}
-    weight = Weight(**arrays, code=format.code, dtype=jnp.dtype(dtype))
+    code = format.code if format.is_packed else None
+    weight = Weight(**arrays, code=code, dtype=jnp.dtype(dtype), is_interleaved=True)
     return cpu_backend().supports_interleaved(weight)
 
 

@@ -1,16 +1,18 @@
-"""Formats of weight matrices: plain floats, and 8-bit or 4-bit values with scales.
+"""Formats of weight matrices: plain floats, and values of 4 to 8 bits with scales.
 
 A quantised matrix ``[*out, in]`` is divided into groups of consecutive inputs. An element is::
 
     w[o, i] = number(values[o, i]) * scales[o, i // group_size] + mins[o, i // group_size]
 
-The minima are optional. An 8-bit value, int8 or float8_e4m3fn, is its own number. A 4-bit value is
-an index into a table of numbers in `CODES`. Two 4-bit values share a byte of `values`, uint8
-``[*out, in / 2]``. 32 inputs take 16 bytes: byte j holds input j in its low bits and input 16 + j
-in its high bits, as in GGUF files::
+The minima are optional. An 8-bit value, int8 or float8_e4m3fn, is its own number. A value of 4 or
+5 bits is an index into a table of numbers in `CODES`. Such values are packed: `values` is uint8
+``[*out, in * bits / 8]``. The low 4 bits of 32 inputs take 16 bytes: byte j holds those of input j
+in its low half and those of input 16 + j in its high half, as in GGUF files::
 
-    inputs 32 b ... 32 b + 31        bytes 16 b ... 16 b + 15
+    inputs 32 b ... 32 b + 31        16 bytes
     0  1  2 ... 15                   | 16:0 | 17:1 | 18:2 | ... | 31:15 |    (high:low)
+
+With 5 bits per value, 4 bytes with the fifth bits follow: bit i of byte j belongs to input 4 i + j.
 
 Some tools reorder the inputs before they form groups. Then ``order[j]`` is the input that column j
 of the stored matrix belongs to: column j is multiplied by ``x[order[j]]``.
@@ -30,7 +32,7 @@ from jax import lax
 
 from paged_jax.formatting import short_repr
 
-# `PACKED_INPUTS` consecutive inputs with 4-bit values are packed together into `PACKED_BYTES`
+# `PACKED_INPUTS` consecutive inputs are packed together. Their low 4 bits take `PACKED_BYTES`
 # bytes.
 PACKED_INPUTS = 32
 PACKED_BYTES = PACKED_INPUTS // 2
@@ -46,9 +48,11 @@ _NF4 = (
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
     0.7229568362236023, 1.0,
 )  # fmt: skip
+# The numbers of llama.cpp for IQ4_NL and IQ4_XS.
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _FP4 = (0.0, 0.0052083333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)
 
-# Maps each code of 4-bit values to the numbers that its 16 values stand for.
+# Maps each code of packed values to the numbers that its 16 or 32 values stand for.
 CODES: Mapping[str, np.ndarray] = {
     "int4": np.arange(-8, 8, dtype=np.float32),
     "uint4": np.arange(16, dtype=np.float32),
@@ -56,13 +60,22 @@ CODES: Mapping[str, np.ndarray] = {
     "e2m1": np.array([*_E2M1, *(-x for x in _E2M1)], np.float32),
     "nf4": np.array(_NF4, np.float32),  # of bitsandbytes
     "fp4": np.array([*_FP4, *(-x for x in _FP4)], np.float32),  # of bitsandbytes
+    "iq4": np.array(_IQ4, np.float32),
+    "int5": np.arange(-16, 16, dtype=np.float32),
+    "uint5": np.arange(32, dtype=np.float32),
 }
 # Codes of 8-bit values. Weights with these codes have scales.
 BYTE_CODES = ("int8", "float8_e4m3fn")
 FLOAT_CODES = ("float32", "bfloat16", "float16")
 
 # Maps codes to factors. The numbers of a code times its factor are integers in the range of int8.
-_INTEGER_FACTORS = {"int4": 1, "uint4": 1, "e2m1": 2, "int8": 1}
+_INTEGER_FACTORS = {
+    "int4": 1, "uint4": 1, "e2m1": 2, "iq4": 1, "int5": 1, "uint5": 1, "int8": 1,
+}  # fmt: skip
+# Codes whose numbers are consecutive integers.
+_CONSECUTIVE = ("int4", "uint4", "int5", "uint5")
+# Codes that only CPUs have kernels for. Elsewhere, int8 replaces them.
+_CODES_OF_CPUS = ("int5", "uint5")
 
 
 @dataclass(frozen=True)
@@ -93,7 +106,7 @@ class WeightFormat:
 
     @property
     def is_packed(self) -> bool:
-        """Whether values have 4 bits, so that two of them share a byte."""
+        """Whether values have fewer than 8 bits, so that several of them share bytes."""
         return self.code in CODES
 
     @property
@@ -106,6 +119,11 @@ class WeightFormat:
         """The same format without interleaved rows."""
         return replace(self, is_interleaved=False)
 
+    @property
+    def widened(self) -> "WeightFormat":
+        """The same format, but with int8 values instead of values of 5 bits."""
+        return replace(self, code="int8") if self.code in _CODES_OF_CPUS else self
+
     def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Return the shape and dtype of each array of a matrix. Keys are fields of `WeightArrays`.
 
@@ -113,7 +131,7 @@ class WeightFormat:
           shape: shape of the matrix, ``[*out, in]``.
         """
         *rows, num_inputs = shape
-        columns = num_inputs // 2 if self.is_packed else num_inputs
+        columns = num_inputs * num_bits(self.code) // 8 if self.is_packed else num_inputs
         arrays = {"values": ((*rows, columns), self.value_dtype)}
         groups = (*rows, num_inputs // (self.group_size or num_inputs))
         if self.scale_dtype is not None:
@@ -138,8 +156,8 @@ class WeightArrays(NamedTuple):
     """The arrays that store a matrix ``[*out, in]``.
 
     Attributes:
-      values: floats or 8-bit values ``[*out, in]``; or packed 4-bit values, uint8
-        ``[*out, in / 2]``.
+      values: floats or 8-bit values ``[*out, in]``; or packed values, uint8
+        ``[*out, in * bits / 8]``.
       scales: floats ``[*out, in / group_size]``; None for plain floats.
       mins: floats ``[*out, in / group_size]``; None for no minima.
       order: i32 ``[in]``, the input that each column belongs to; None for the original order.
@@ -180,8 +198,8 @@ class Weight:
     """A weight matrix in any format, or the weight matrices of all experts.
 
     Attributes:
-      values: ``[*out, in]`` floating point, int8 or float8_e4m3fn; or packed 4-bit values, uint8
-        ``[*out, in / 2]``.
+      values: ``[*out, in]`` floating point, int8 or float8_e4m3fn; or packed values, uint8
+        ``[*out, in * bits / 8]``.
       scales: floating point ``[*out, groups]``; None if `values` are the elements themselves.
       mins: minima, floating point ``[*out, groups]``, or None.
       order: i32 ``[in]``, the input that each column belongs to, or None.
@@ -235,7 +253,7 @@ class Weight:
     def shape(self) -> tuple[int, ...]:
         """Shape of the matrix, ``[*out, in]``."""
         *out, columns = self.values.shape
-        return *out, columns * (2 if self.code in CODES else 1)
+        return *out, count_inputs(columns, self.code)
 
 
 def interleave(array: Any) -> Any:
@@ -298,36 +316,57 @@ def _bundles(runs: Any) -> Any:
     return runs.reshape(-1, runs.shape[1], INTERLEAVED_ROWS, runs.shape[2])
 
 
-def pack(values: Any) -> Any:
-    """Pack 4-bit values uint8 ``[..., in]`` into uint8 ``[..., in / 2]``.
+def num_bits(code: str) -> int:
+    """Return the number of bits of the packed values of a code in `CODES`."""
+    return len(CODES[code]).bit_length() - 1
+
+
+def count_inputs(columns: int, code: str | None) -> int:
+    """Return the number of inputs whose values take `columns` elements of the array of values."""
+    return columns * 8 // num_bits(code) if code is not None and code in CODES else columns
+
+
+def pack(values: Any, bits: int = 4) -> Any:
+    """Pack values of 4 or 5 bits, uint8 ``[..., in]``, into uint8 ``[..., in * bits / 8]``.
 
     Example:
       >>> pack(np.arange(32, dtype=np.uint8) % 16)[:3].tolist()  # byte 2 is 2 + 16 * 2
       [0, 17, 34]
     """
     halves = values.reshape(*values.shape[:-1], -1, 2, PACKED_BYTES)
-    packed = halves[..., 0, :] | halves[..., 1, :] << 4
-    return packed.reshape(*values.shape[:-1], values.shape[-1] // 2)
+    packed = halves[..., 0, :] & 15 | halves[..., 1, :] << 4
+    if bits == 5:
+        fifth = (values >> 4).reshape(*packed.shape[:-1], 8, 4) << _places(packed.ndim + 1)
+        xp = values.__array_namespace__()
+        packed = xp.concatenate([packed, fifth.sum(-2, dtype=np.uint8)], axis=-1)
+    return packed.reshape(*values.shape[:-1], values.shape[-1] * bits // 8)
 
 
-def unpack(packed: Any) -> Any:
-    """Unpack 4-bit values: return uint8 ``[..., in]`` from packed uint8 ``[..., in / 2]``."""
+def unpack(packed: Any, bits: int = 4) -> Any:
+    """Undo `pack`: return uint8 ``[..., in]`` from packed uint8 ``[..., in * bits / 8]``."""
     xp = packed.__array_namespace__()
-    blocks = packed.reshape(*packed.shape[:-1], -1, PACKED_BYTES)
-    values = xp.stack([blocks & 15, blocks >> 4], axis=-2)
-    return values.reshape(*packed.shape[:-1], packed.shape[-1] * 2)
+    blocks = packed.reshape(*packed.shape[:-1], -1, 4 * bits)
+    low = blocks[..., :PACKED_BYTES]
+    values = xp.stack([low & 15, low >> 4], axis=-2)
+    if bits == 5:
+        fifth = blocks[..., None, PACKED_BYTES:] >> _places(blocks.ndim + 1) & 1
+        values = values | fifth.reshape(values.shape) << 4
+    return values.reshape(*packed.shape[:-1], packed.shape[-1] * 8 // bits)
+
+
+def _places(num_dims: int) -> np.ndarray:
+    """Return the places of 8 bits in a byte, uint8 ``[..., 8, 1]`` with `num_dims` dimensions."""
+    return np.arange(8, dtype=np.uint8).reshape(*(1,) * (num_dims - 2), 8, 1)
 
 
 def numbers(values: Any, code: str) -> Any:
     """Return the numbers that stored values stand for, float32 ``[..., in]``, see `CODES`."""
     if code not in CODES:
         return values.astype(np.float32)
-    if code == "uint4":
-        return unpack(values).astype(np.float32)
-    if code == "int4":
-        return unpack(values).astype(np.float32) - 8
-    xp = values.__array_namespace__()
-    return xp.asarray(CODES[code])[unpack(values)]
+    table, unpacked = CODES[code], unpack(values, num_bits(code))
+    if code in _CONSECUTIVE:
+        return unpacked.astype(np.float32) + table[0]
+    return values.__array_namespace__().asarray(table)[unpacked]
 
 
 def dequantise(arrays: WeightArrays, code: str) -> Any:
@@ -375,8 +414,8 @@ def common_format(formats: Iterable[WeightFormat], num_inputs: int) -> WeightFor
         return None
     if any(each.has_order for each in every) and not all(each.has_order for each in every):
         return None
-    code = first.code if len(codes) == 1 else "int8"
     group_size = math.gcd(*(each.group_size or num_inputs for each in every))
+    code = first.code if len(codes) == 1 else _common_code(codes, group_size)
     scales = {each.scale_dtype for each in every}
     mins = {each.min_dtype for each in every} - {None}
     return WeightFormat(
@@ -388,17 +427,41 @@ def common_format(formats: Iterable[WeightFormat], num_inputs: int) -> WeightFor
     )
 
 
+def _common_code(codes: set[str], group_size: int) -> str:
+    """Return the smallest signed code that represents the integers of several codes.
+
+    The kernels for int5 need groups of whole blocks of packed inputs.
+    """
+    has_5_bits = group_size % PACKED_INPUTS == 0 and not codes & {"int8", "iq4", "uint5"}
+    return "int5" if has_5_bits else "int8"
+
+
+def _integers(values: Any, code: str) -> Any:
+    """Return the numbers of stored values times the factor of their code, int8 ``[..., in]``."""
+    if code not in CODES:
+        return values
+    table = (CODES[code] * _INTEGER_FACTORS[code]).astype(np.int8)
+    unpacked = unpack(values, num_bits(code))
+    if code in _CONSECUTIVE:
+        return unpacked.view(np.int8) + table[0]
+    return values.__array_namespace__().asarray(table)[unpacked]
+
+
 def convert(arrays: WeightArrays, source: WeightFormat, target: WeightFormat) -> WeightArrays:
     """Convert a matrix exactly from format `source` to `target`, a result of `common_format`."""
     values, scales, mins, order = arrays
     if source == target:
         return arrays
-    num_inputs = values.shape[-1] * (2 if source.is_packed else 1)
+    inputs = count_inputs(values.shape[-1], source.code)
     if source.code != target.code:
         factor = _INTEGER_FACTORS[source.code]
-        values = (numbers(values, source.code) * factor).astype(np.int8)
-        scales = scales.astype(np.float32) / factor
-    repeats = num_inputs // (target.group_size or num_inputs) // scales.shape[-1]
+        values = _integers(values, source.code)
+        if target.is_packed:
+            lowest = np.int8(CODES[target.code][0])
+            values = pack((values - lowest).view(np.uint8), num_bits(target.code))
+        if factor != 1:
+            scales = scales.astype(np.float32) / factor
+    repeats = inputs // (target.group_size or inputs) // scales.shape[-1]
     scales = _repeat(scales, repeats, target.scale_dtype)
     if target.min_dtype is not None:
         mins = scales * 0 if mins is None else _repeat(mins, repeats, target.min_dtype)

@@ -229,6 +229,12 @@ class MatrixFormats:
         others = ((name, each.in_order) for name, each in self.others)
         return MatrixFormats(self.default, tuple(x for x in others if x[1] != self.default))
 
+    def widened(self) -> "MatrixFormats":
+        """Return these formats with int8 instead of codes that only CPUs have kernels for."""
+        others = ((name, each.widened) for name, each in self.others)
+        default = self.default.widened
+        return MatrixFormats(default, tuple(x for x in others if x[1] != default))
+
     def with_floats(self, dtype: DTypeLike) -> "MatrixFormats":
         """Return these formats, but with `dtype` for the matrices that are not quantised."""
 

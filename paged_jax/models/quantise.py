@@ -44,6 +44,8 @@ from paged_jax.kernels.weight_formats import (
     WeightArrays,
     WeightFormat,
     dequantise,
+    num_bits,
+    pack,
 )
 
 Array = TypeVar("Array", np.ndarray, jax.Array)
@@ -99,7 +101,7 @@ def _quantise(w: Any, format: WeightFormat) -> WeightArrays:
     values, scales, mins = _round_groups(groups, format)
     values = values.reshape(w.shape)
     order = xp.arange(num_inputs, dtype=np.int32) if format.has_order else None
-    return WeightArrays(_pack(values) if format.is_packed else values, scales, mins, order)
+    return WeightArrays(_pack(values, format), scales, mins, order)
 
 
 def _round_groups(groups: Any, format: WeightFormat) -> tuple[Any, Any, Any]:
@@ -129,12 +131,16 @@ def _round_groups(groups: Any, format: WeightFormat) -> tuple[Any, Any, Any]:
 _compiled = jax.jit(_quantise, static_argnames="format")
 
 
-def _pack(values: Any) -> Any:
-    """Pack pairs of 4-bit values into bytes, with the same result as `weight_formats.pack`.
+def _pack(values: Any, format: WeightFormat) -> Any:
+    """Pack values if the format packs them, with the same result as `weight_formats.pack`.
 
-    A sum is used instead of the operations of `pack`. XLA's CPU backend would fuse those with the
-    search for scales, and then compute the search several times.
+    For 4-bit values, a sum is used instead of the operations of `pack`. XLA's CPU backend would
+    fuse those with the search for scales, and then compute the search several times.
     """
+    if not format.is_packed:
+        return values
+    if (bits := num_bits(format.code)) != 4:
+        return pack(values, bits)
     halves = values.reshape(*values.shape[:-1], -1, 2, PACKED_BYTES)
     factors = np.array([1, 16], np.uint8).reshape(*(1,) * (halves.ndim - 2), 2, 1)
     packed = (halves * factors).sum(-2, dtype=np.uint8)

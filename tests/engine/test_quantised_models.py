@@ -222,7 +222,7 @@ def test_int8_activations(data_dir, name) -> None:
     ("name", "options", "words"),
     [
         ("gguf-q4_0", {"backend": "xla"}, "with the backend 'xla'"),
-        ("fp8-tensor", {}, "for a model without matrices in int8, int4, uint4, e2m1"),
+        ("fp8-tensor", {}, "for a model without matrices in int8, int4, uint4, e2m1, int5, uint5"),
         ("gguf-q4_0", {}, "on a processor without AVX512-VNNI"),
         ("gguf-q4_0", {}, "without C\\+\\+ kernels \\(there is no compiler\\)"),
     ],
@@ -317,7 +317,9 @@ def test_tokens_on_two_devices_match_one_device(data_dir) -> None:
     run_on_devices(_ON_TWO_DEVICES, data_dir, not needs_vnni.args[0], num_devices=2)
 
 
-@pytest.mark.parametrize("name", ["gptq-v1-actorder", "gguf-q4_0", "ct-fp8-channel"])
+@pytest.mark.parametrize(
+    "name", ["gptq-v1-actorder", "gguf-q4_0", "gguf-k-quants", "ct-fp8-channel"]
+)
 def test_engine_quantises_new_weights_and_sleeps(data_dir, name) -> None:
     """Floats of a trainer, weights of the same format, and weights of another folder."""
     model, floats = load(data_dir, name), load(data_dir, name, dequantise=True, scan_layers=False)

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from paged_jax.kernels.cpu import library
-from paged_jax.kernels.cpu.kernels import PACKED, Kernel
+from paged_jax.kernels.cpu.kernels import Kernel
 from paged_jax.kernels.linear import Stack, grouped_linear, linear
 from paged_jax.kernels.weight_formats import (
     CODES,
     WeightArrays,
     WeightFormat,
     dequantise,
+    pack,
     unpack,
 )
 from tests.support.compiler import needs_compiler, needs_vnni
@@ -31,11 +32,13 @@ LINEAR = jax.jit(linear)
 LINEAR_INT8 = jax.jit(functools.partial(linear, backend="cpu_int8"))
 F32, BF16, S8 = (jnp.dtype(each) for each in (jnp.float32, jnp.bfloat16, jnp.int8))
 # The backend "cpu_int8" rounds the inputs of these codes.
-INT8_CODES = ("int8", "int4", "uint4", "e2m1")
+INT8_CODES = ("int8", "int4", "uint4", "e2m1", "int5", "uint5")
 
 # Inputs and the size of groups. Groups of 4-bit values in units of 32 inputs, several segments,
 # parts of units, and several strips; groups of 8-bit values that end within a unit.
 PACKED_SIZES = [(32, None), (96, 32), (64, 16), (288, 144), (160, 4), (576, None), (1312, 32)]
+CODES_OF_5_BITS = ["int5", "uint5"]
+SIZES_OF_5_BITS = [(32, None), (96, 32), (192, 64), (576, None), (1312, 32)]
 BYTE_SIZES = [(1, None), (77, None), (30, 6), (26, 2), (64, 16), (576, None), (1312, 32)]
 
 
@@ -49,7 +52,12 @@ def flags_of_processor() -> set[str]:
 
 def cases():
     floats = ["float32", "bfloat16", "float16"]
-    for codes, sizes in ((list(CODES), PACKED_SIZES), (["int8", "float8_e4m3fn"], BYTE_SIZES)):
+    codes_of_4_bits = [code for code in CODES if code not in CODES_OF_5_BITS]
+    for codes, sizes in (
+        (codes_of_4_bits, PACKED_SIZES),
+        (CODES_OF_5_BITS, SIZES_OF_5_BITS),
+        (["int8", "float8_e4m3fn"], BYTE_SIZES),
+    ):
         factors = {
             "code": codes,
             "sizes": sizes,
@@ -123,20 +131,27 @@ def test_linear_divides_many_rows_into_chunks(code) -> None:
     np.testing.assert_array_equal(together, np.concatenate(parts))
 
 
-@pytest.mark.parametrize("code", ["e2m1", "nf4", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("code", ["e2m1", "nf4", "int5", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_linear_converts_every_value(code, dtype) -> None:
-    """Each input alone, so that results are exact: all 4-bit values, or all bytes except NaN."""
+    """Each input alone, so that results are exact: all packed values, or all bytes except NaN.
+
+    The values of 5 bits are at each place of a block of 32 inputs.
+    """
     values = np.arange(256, dtype=np.uint8).reshape(4, 64)
-    if code not in CODES:
+    if code == "int5":
+        values = (np.arange(32)[:, None] + np.arange(64)) % 32
+        numbers, values = values - 16, pack(values.astype(np.uint8), 5)
+    elif code in CODES:
+        numbers = CODES[code][unpack(values)]
+    else:
         values = values.view(code)
         values = np.where(np.isnan(values.astype(np.float32)), values[0, 0], values)
-    num_inputs = 128 if code in CODES else 64
-    w = make_weight(
-        WeightArrays(values, np.full((4, 1), 0.5, np.float32)), WeightFormat(code), dtype
-    )
-    numbers = CODES[code][unpack(values)] if code in CODES else values.astype(np.float32)
-    np.testing.assert_array_equal(LINEAR(np.eye(num_inputs, dtype=np.float32), w).T, numbers * 0.5)
+        numbers = values.astype(np.float32)
+    scales = np.full((len(values), 1), 0.5, np.float32)
+    w = make_weight(WeightArrays(values, scales), WeightFormat(code), dtype)
+    rows = np.eye(numbers.shape[1], dtype=np.float32)
+    np.testing.assert_array_equal(LINEAR(rows, w).T, numbers * 0.5)
 
 
 def test_linear_rounds_rows_to_the_dtype_of_the_model() -> None:
@@ -235,7 +250,8 @@ def test_int8_inputs_match_float64_and_do_not_depend_on_other_rows(case) -> None
     w, exact_w, x = problem(case, 39)
     (together, *parts), text = multiply_parts(LINEAR_INT8, x, w)
     assert (
-        len(re.findall("custom_call @paged_jax_quantised_linear_(?:int8|packed)_int8_", text)) == 3
+        len(re.findall("custom_call @paged_jax_quantised_linear_(?:int8|packed[45])_int8_", text))
+        == 3
     )
     rounded = round_to_int8(x, w)
     exact, terms = rounded @ exact_w.T, np.abs(rounded) @ np.abs(exact_w).T
@@ -334,15 +350,19 @@ PROCESSORS = {
 @pytest.mark.parametrize(
     ("processor", "code", "dtype"),
     [
-        ("x86-64", PACKED, F32),
+        ("x86-64", "packed4", F32),
         ("x86-64", "float8_e4m3fn", F32),
-        ("haswell", PACKED, F32),
+        ("haswell", "packed4", F32),
+        ("x86-64", "packed5", F32),
+        ("haswell", "packed5", F32),
         ("haswell", "int8", BF16),
-        ("skylake-avx512", PACKED, BF16),
+        ("skylake-avx512", "packed4", BF16),
+        ("skylake-avx512", "packed5", BF16),
         ("skylake-avx512", "float8_e4m3fn", F32),
         ("cooperlake", "int8", BF16),
         ("cascadelake", "int8", S8),
-        ("cascadelake", PACKED, S8),
+        ("cascadelake", "packed4", S8),
+        ("cascadelake", "packed5", S8),
     ],
 )
 def test_kernels_for_processors_with_fewer_instructions(
@@ -387,11 +407,11 @@ void ignore(void*) {}
 
 int main() {
   const int64_t sizes[][2] = {SIZES};
-  Decoder decoder((float*)guarded(64));
+  Decoder decoder((float*)guarded(Decoder::WORDS == 5 ? 128 : 64));
   for (auto& [K, groups] : sizes)
     for (int64_t N : {1, 16, 35, 64})
       for (int64_t M : {1, 5, 16, 21}) {
-        int64_t row_bytes = Decoder::IS_PACKED ? K / 2 : K;
+        int64_t row_bytes = K * DECODER_BYTES / Decoder::INPUTS;
         auto* values = (uint8_t*)guarded(N * row_bytes);
         auto* scales = (uint8_t*)guarded(N * groups * 2);
         auto* mins = (uint8_t*)guarded(N * groups * 4);
@@ -421,17 +441,18 @@ int main() {
 @pytest.mark.parametrize(
     ("code", "dtype"),
     [
-        (PACKED, BF16),
+        ("packed4", BF16),
+        ("packed5", BF16),
         ("int8", BF16),
         ("float8_e4m3fn", F32),
-        pytest.param(PACKED, S8, marks=needs_vnni),
+        pytest.param("packed4", S8, marks=needs_vnni),
         pytest.param("int8", S8, marks=needs_vnni),
     ],
     ids=str,
 )
 def test_kernels_stay_within_their_arrays(code, dtype, tmp_path) -> None:
     """Accesses outside of operands and of allocated arrays would end the program by a signal."""
-    all_sizes = PACKED_SIZES if code == PACKED else BYTE_SIZES
+    all_sizes = {"packed4": PACKED_SIZES, "packed5": SIZES_OF_5_BITS}.get(code, BYTE_SIZES)
     sizes = ", ".join(f"{{{K}, {K // (size or K)}}}" for K, size in all_sizes)
     (tmp_path / "program.cc").write_text(_PROGRAM)
     command = library._command(Kernel("quantised_linear", dtype, code))

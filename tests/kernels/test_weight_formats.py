@@ -47,18 +47,21 @@ def formats():
     )
 
 
-@given(st.integers(1, 4), st.integers(0, 2**32 - 1))
-def test_unpack_is_the_inverse_of_pack(num_blocks, seed) -> None:
+@given(st.sampled_from([4, 5]), st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_unpack_is_the_inverse_of_pack(bits, num_blocks, seed) -> None:
     rng = np.random.default_rng(seed)
-    values = rng.integers(0, 16, (3, 2, 32 * num_blocks)).astype(np.uint8)
-    packed = pack(values)
-    assert packed.shape == (3, 2, 16 * num_blocks) and packed.dtype == np.uint8
-    np.testing.assert_array_equal(unpack(packed), values)
-    np.testing.assert_array_equal(unpack(jnp.asarray(packed)), values)
+    values = rng.integers(0, 1 << bits, (3, 2, 32 * num_blocks)).astype(np.uint8)
+    packed = pack(values, bits)
+    assert packed.shape == (3, 2, 4 * bits * num_blocks) and packed.dtype == np.uint8
+    np.testing.assert_array_equal(pack(jnp.asarray(values), bits), packed)
+    np.testing.assert_array_equal(unpack(packed, bits), values)
+    np.testing.assert_array_equal(unpack(jnp.asarray(packed), bits), values)
     # The order of GGUF: input j of 32 in the low bits of byte j, input 16 + j in the high bits.
     for j in range(16):
-        np.testing.assert_array_equal(packed[..., j] & 15, values[..., j])
-        np.testing.assert_array_equal(packed[..., j] >> 4, values[..., 16 + j])
+        np.testing.assert_array_equal(packed[..., j] & 15, values[..., j] & 15)
+        np.testing.assert_array_equal(packed[..., j] >> 4, values[..., 16 + j] & 15)
+    for j in range(32 * (bits == 5)):  # bit i of byte j belongs to input 4 i + j
+        np.testing.assert_array_equal(packed[..., 16 + j % 4] >> j // 4 & 1, values[..., j] >> 4)
 
 
 @pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
@@ -123,6 +126,17 @@ def test_convert_to_the_common_format_is_exact(some, seed) -> None:
             dequantise(converted, target.code), dequantise(arrays, format.code)
         )
     assert common_format([*some, target], SHAPE[-1]) == target
+
+
+def test_common_format_has_5_bits_if_all_integers_fit() -> None:
+    def common_code(*names):
+        format = common_format([FORMATS[name] for name in names], 128)
+        return None if format is None else (format.code, format.group_size)
+
+    assert common_code("q4_0", "q4_1") == common_code("q5_0", "mxfp4") == ("int5", 32)
+    assert common_code("q5_0", "q5_1") == common_code("q4_1", "q5_1") == ("int8", 32)
+    assert common_code("q5_0", "q8_0") == ("int8", 32)
+    assert common_code("q4_0", "nvfp4") == ("int8", 16)  # the kernels need groups of 32
 
 
 @given(formats(), st.sampled_from([1, 2, 4]))

@@ -284,8 +284,8 @@ def test_neutral_and_foreign_entries_are_accepted(tmp_path):
         ("blk.1.ffn_up.weight", (np.zeros((96, 36), np.uint8), "Q4_0"), None),
         (
             "blk.1.ffn_up.weight",
-            (np.zeros((96, 36), np.uint8), "IQ4_NL"),
-            "must be one of F32.*, got IQ4_NL",
+            (np.zeros((96, 80), np.uint8), "Q8_1"),
+            "must be one of F32.*, got Q8_1",
         ),
         ("blk.1.attn_q_norm.weight", np.ones(16, np.float32), "self_attn.q_norm.weight is in"),
         ("blk.0.attn_q_norm.weight", np.ones(16, np.float32), "tensor blk.0.attn_q_norm.weight is"),

@@ -19,7 +19,7 @@ def random_blocks(kind: str) -> np.ndarray:
     """Return random bytes for each block, with finite scales."""
     block, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     data = np.random.default_rng(0).integers(0, 256, (NUM_ROWS, NUM_BLOCKS, num_bytes), np.uint8)
-    places = {"MXFP4": (), "Q6_K": (208,)}.get(kind, (0, 2) if kind in _WITH_MINIMA else (0,))
+    places = _PLACES.get(kind, (0, 2) if kind in _WITH_MINIMA else (0,))
     for place in places:
         scales = np.random.default_rng(1).uniform(-2, 2, (NUM_ROWS, NUM_BLOCKS, 1))
         data[..., place : place + 2] = scales.astype(np.float16).view(np.uint8)
@@ -29,6 +29,8 @@ def random_blocks(kind: str) -> np.ndarray:
 
 
 _WITH_MINIMA = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+# Places of the float16 numbers of a block, if they are not at its start.
+_PLACES = {"MXFP4": (), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,)}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ def file(tmp_path_factory):
     tensors["BF16"] = (np.ascontiguousarray(bits).view(np.uint8), "BF16")
     tensors["experts"] = (np.stack([random_blocks("Q4_K"), random_blocks("Q4_K")[::-1]]), "Q4_K")
     tensors["norm"] = rng.standard_normal(8, np.float32)
-    tensors["IQ4_NL"] = (np.zeros((1, 18), np.uint8), "IQ4_NL")
+    tensors["IQ3_S"] = (np.zeros((1, 110), np.uint8), "IQ3_S")
     path = tmp_path_factory.mktemp("gguf") / "model.gguf"
     return GgufFile.open(write(path, {"general.architecture": "llama"}, tensors))
 
@@ -51,7 +53,7 @@ def expected(file):
     return {
         each.name: gguf.quants.dequantize(each.data, each.tensor_type)
         for each in gguf.GGUFReader(file.path).tensors
-        if each.name != "IQ4_NL"
+        if each.name != "IQ3_S"
     }
 
 
@@ -102,16 +104,14 @@ def test_one_dimension(file, expected):
 
 
 def test_unsupported_types_are_named(file):
-    with pytest.raises(
-        WeightsError, match="type of tensor IQ4_NL must be one of F32, .* got IQ4_NL"
-    ):
-        GgufTensor.of(file.tensors["IQ4_NL"])
+    with pytest.raises(WeightsError, match="type of tensor IQ3_S must be one of F32, .* got IQ3_S"):
+        GgufTensor.of(file.tensors["IQ3_S"])
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_scales_that_are_not_finite_are_rejected(tmp_path, kind):
     data = random_blocks(kind)
-    place = 208 if kind == "Q6_K" else 0
+    place = max(_PLACES.get(kind, ()), default=0)
     data[:, place : place + 2] = [0, 0x7C] if kind != "MXFP4" else [0xFF, 0]
     path = write(tmp_path / "x.gguf", {"general.architecture": "llama"}, {"w": (data, kind)})
     tensor = GgufTensor.of(GgufFile.open(path).tensors["w"])

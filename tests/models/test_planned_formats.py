@@ -4,13 +4,17 @@ import json
 import shutil
 
 import jax
+import numpy as np
 import pytest
 from flax import nnx
 
 from paged_jax.engine.footprint import weight_bytes
 from paged_jax.engine.memory_plan import make_plan
+from paged_jax.kernels.weight_formats import dequantise
 from paged_jax.models.llama import Llama
+from paged_jax.models.loading.huggingface import load_weights
 from paged_jax.models.loading.pretrained import read_config, read_formats
+from paged_jax.models.matrices import get_matrix
 
 # gpt-oss 20B.
 GPT_OSS = {
@@ -32,7 +36,14 @@ INEXACT = ("ct-fp8-block",)
 
 
 @pytest.mark.parametrize(
-    "name", ["gguf-q4_0/*.gguf", "gptq-v1-actorder", "ct-w4a16-group-asym", "fp8-block"]
+    "name",
+    [
+        "gguf-q4_0/*.gguf",
+        "gguf-k-quants/*.gguf",
+        "gptq-v1-actorder",
+        "ct-w4a16-group-asym",
+        "fp8-block",
+    ],
 )
 def test_plans_have_the_bytes_of_loaded_weights(name, data_dir) -> None:
     (path,) = (data_dir / "quantised").glob(name)
@@ -45,6 +56,30 @@ def test_plans_have_the_bytes_of_loaded_weights(name, data_dir) -> None:
         assert weight_bytes(config, config.dtype, formats=formats) == num_bytes
         plan = make_plan(config, 1 << 30, "cpu", formats, **options)
         assert plan.footprint.weights == num_bytes and str(plan.formats) == str(model.formats)
+
+
+def test_only_a_single_cpu_keeps_values_of_5_bits(data_dir) -> None:
+    """Elsewhere, the values become int8, and the elements of the matrices stay the same."""
+    path = data_dir / "quantised" / "gguf-mixed" / "model.gguf"
+    config, options = read_config(path), {"dtype": "float32"}
+    with pytest.warns(UserWarning, match="only some of its tensors are quantised"):
+        formats = read_formats(Llama, path, config, platform="cpu", **options)
+        for other in ({"platform": "gpu"}, {"platform": "cpu", "num_devices": 2}):
+            wide = read_formats(Llama, path, config, **options, **other)
+            codes = [each["layers.qkv_proj"].code for each in (formats, wide)]
+            assert codes == ["int5", "int8"]
+            assert [each["layers.o_proj"].code for each in (formats, wide)] == ["uint5", "int8"]
+        models = [
+            load_weights(Llama, path, config, formats=each, **options)
+            for each in (formats, formats.widened())
+        ]
+    for layers in zip(*(model.layers for model in models), strict=True):
+        for kind in ("qkv_proj", "o_proj"):
+            few, many = (get_matrix(x, kind, x.formats[kind], "float32") for x in layers)
+            assert few.values.nbytes * 8 == many.values.nbytes * 5
+            np.testing.assert_array_equal(
+                *(dequantise(each.arrays, each.format.code) for each in (few, many))
+            )
 
 
 @pytest.mark.parametrize("name", FOLDERS)

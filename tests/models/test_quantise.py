@@ -11,6 +11,7 @@ from paged_jax.kernels.weight_formats import (
     WeightArrays,
     WeightFormat,
     dequantise,
+    num_bits,
     numbers,
     pack,
 )
@@ -173,7 +174,8 @@ def test_quantise_rounds_to_the_nearest_number(seed, name) -> None:
 
 
 def _table(code: str) -> np.ndarray:
-    return np.unique(numbers(pack(np.arange(32, dtype=np.uint8) % 16), code))
+    bits = num_bits(code)
+    return np.unique(numbers(pack(np.arange(32, dtype=np.uint8) % (1 << bits), bits), code))
 
 
 @pytest.mark.parametrize("format", [UINT4, FP8, FORMATS["gptq"], FORMATS["q4_1"]], ids=str)

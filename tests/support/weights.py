@@ -12,6 +12,7 @@ from paged_jax.kernels.weight_formats import (
     WeightArrays,
     WeightFormat,
     interleave,
+    num_bits,
     numbers,
     pack,
 )
@@ -23,7 +24,11 @@ FORMATS = {
     "fp8 in groups": WeightFormat("float8_e4m3fn", 32, "float32"),
     "q8_0": WeightFormat("int8", 32, "float16"),
     "q6_k": WeightFormat("int8", 16, "float32"),
-    "q5_1": WeightFormat("int8", 32, "float16", "float16"),
+    "q2_k": WeightFormat("uint4", 16, "float32", "float32"),
+    "iq4_nl": WeightFormat("iq4", 32, "float16"),
+    "mlx with 8 bits": WeightFormat("int8", 32, "float16", "float16"),
+    "q5_0": WeightFormat("int5", 32, "float16"),
+    "q5_1": WeightFormat("uint5", 32, "float16", "float16"),
     "q4_0": WeightFormat("int4", 32, "float16"),
     "q4_1": WeightFormat("uint4", 32, "float16", "float16"),
     "q4_k": WeightFormat("uint4", 32, "float32", "float32"),
@@ -44,7 +49,8 @@ def random_arrays(
     shapes = format.shapes(shape)
     scale, low = rng.uniform(0.5, 2, shapes["scales"][0]), rng.normal(size=shapes["scales"][0])
     if format.is_packed:
-        values = pack(rng.integers(0, 16, shape).astype(np.uint8))
+        bits = num_bits(format.code)
+        values = pack(rng.integers(0, 1 << bits, shape).astype(np.uint8), bits)
     else:
         values = rng.integers(-100, 100, shape).astype(np.float32).astype(format.value_dtype)
         scale = scale / 16

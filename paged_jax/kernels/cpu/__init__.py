@@ -38,10 +38,9 @@ from paged_jax.kernels.backend import (
 from paged_jax.kernels.cpu import library
 from paged_jax.kernels.cpu.kernels import (
     ELEMENTS,
-    INT8_INPUT_CODES,
-    PACKED,
     Kernel,
     attention_attributes,
+    kernel_code,
 )
 from paged_jax.kernels.cpu.library import Arrays, Attributes, PlainFunction, call, load
 from paged_jax.kernels.dispatch import general_backend
@@ -52,6 +51,7 @@ from paged_jax.kernels.weight_formats import (
     PACKED_INPUTS,
     Weight,
     WeightArrays,
+    num_bits,
 )
 
 # Maximum number of elements of a value. The attention kernels have arrays of this size on the stack
@@ -68,13 +68,13 @@ _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 # Codes (see `weight_formats.CODES`) with numbers that bfloat16 cannot represent exactly.
 _INEXACT_CODES = ("nf4", "fp4")
 
-# The group size of packed 4-bit values must be a multiple of this number of inputs, because the
+# The group size of 4-bit values must be a multiple of this number of inputs, because the
 # kernels process two pairs of inputs at a time (`source/codes.h`).
 _PACKED_GROUP = 4
 
 # The numbers of these codes are integers or halves of integers, so the kernels can multiply them by
 # int8 inputs.
-_INT8_CODES = ("int8", "int4", "uint4", "e2m1")
+_INT8_CODES = ("int8", "int4", "uint4", "e2m1", "int5", "uint5")
 
 # When inputs are rounded to int8, at most this number of consecutive inputs share a scale
 # (`source/panels.h`).
@@ -133,7 +133,7 @@ def _quantised_kernel(w: Weight) -> Kernel:
     """
     is_bfloat16 = w.dtype == jnp.bfloat16 and w.format.code not in _INEXACT_CODES
     dtype = jnp.dtype(jnp.bfloat16 if is_bfloat16 else jnp.float32)
-    return Kernel("quantised_linear", dtype, PACKED if w.format.is_packed else w.format.code)
+    return Kernel("quantised_linear", dtype, kernel_code(w.format.code))
 
 
 def _int8_kernel(w: Weight) -> Kernel:
@@ -214,8 +214,11 @@ def _has_kernel_for(num_rows: int, w: Weight) -> bool:
 
 def _quantised_refusal(w: Weight) -> str | None:
     """Return why the kernels do not support a quantised weight, or None if they do."""
-    if w.format.is_packed and (w.format.group_size or w.shape[-1]) % _PACKED_GROUP:
-        return f"groups of 4-bit values must have a multiple of {_PACKED_GROUP} inputs"
+    if w.format.is_packed:
+        bits = num_bits(w.format.code)
+        unit = _PACKED_GROUP if bits == 4 else PACKED_INPUTS
+        if (w.format.group_size or w.shape[-1]) % unit:
+            return f"groups of {bits}-bit values must have a multiple of {unit} inputs"
     return None
 
 
@@ -492,6 +495,6 @@ class CpuInt8:
             return "on a processor without AVX512-VNNI"
         if not (rounded := [each for each in codes if each in _INT8_CODES]):
             return f"for a model without matrices in {', '.join(_INT8_CODES)}"
-        names = {each if each in INT8_INPUT_CODES else PACKED for each in rounded}
+        names = {kernel_code(each) for each in rounded}
         reasons = (load(Kernel("quantised_linear", _INT8, name)).why_not for name in sorted(names))
         return next((f"without C++ kernels ({each})" for each in reasons if each is not None), None)

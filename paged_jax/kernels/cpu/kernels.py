@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.kernels.backend import Options
-from paged_jax.kernels.weight_formats import CODES, interleave, pack
+from paged_jax.kernels.weight_formats import CODES, interleave, num_bits, pack
 
 # Maps the dtypes of weights and pools to the names of the corresponding types in the C++ sources.
 ELEMENTS: dict[Any, str] = {
@@ -25,11 +25,11 @@ ELEMENTS: dict[Any, str] = {
 }
 
 # Maps the codes of quantised weights to the names of the corresponding types in the C++ sources.
-# All codes of packed 4-bit values share a kernel.
-PACKED = "packed"
-CODE_ELEMENTS = {"int8": "Int8", "float8_e4m3fn": "Float8", PACKED: "Packed"}
+# All codes of packed values with the same number of bits share a kernel, see `kernel_code`.
+_PACKED = {"packed4": "Packed<4>", "packed5": "Packed<5>"}
+CODE_ELEMENTS = {"int8": "Int8", "float8_e4m3fn": "Float8", **_PACKED}
 # Keys of `CODE_ELEMENTS` for which there is also a kernel that rounds the inputs to int8.
-INT8_INPUT_CODES = ("int8", PACKED)
+INT8_INPUT_CODES = ("int8", *_PACKED)
 
 FloatOp = Literal[
     "decode", "prefill", "linear", "set_rows", "zeros",
@@ -52,6 +52,16 @@ class Kernel(NamedTuple):
     op: KernelOp
     dtype: Any
     code: str | None = None
+
+
+def kernel_code(code: str) -> str:
+    """Return the key of `CODE_ELEMENTS` for a code of quantised weights.
+
+    Example:
+      >>> kernel_code("int8"), kernel_code("uint4"), kernel_code("int5")
+      ('int8', 'packed4', 'packed5')
+    """
+    return f"packed{num_bits(code)}" if code in CODES else code
 
 
 def attention_attributes(
@@ -87,7 +97,7 @@ def _test_linear(target: str, kernel: Kernel) -> Results:
 
 def _test_quantised_linear(target: str, kernel: Kernel) -> Results:
     """Test weights with rows in their order, and with interleaved rows."""
-    K, groups = (96, 3) if kernel.code == PACKED else (77, 7)
+    K, groups = (96, 3) if kernel.code in _PACKED else (77, 7)
     tests = [
         _test_quantised_groups(target, kernel, (37, K, groups), is_interleaved=False),
         _test_quantised_groups(target, kernel, (64, 96, 3), is_interleaved=True),
@@ -102,21 +112,27 @@ def _test_quantised_groups(
     """Test weights with `sizes`: numbers of outputs, inputs, and groups of inputs."""
     rng = np.random.default_rng(0)
     N, K, groups = sizes
-    is_packed = kernel.code == PACKED
+    packed = {kernel_code(code): code for code in ("uint4", "int5")}
+    table = CODES[packed[kernel.code]] if kernel.code in packed else np.zeros(16)
     x = rng.integers(-8, 8, (7, K)).astype(np.float32) / 8
     if kernel.dtype == jnp.int8:
         # Set the largest input of each segment to 127 / 8. Its scale is then 1 / 8, so that
         # rounding to int8 is exact.
         x[:, :: K // groups] = 127 / 8
-    values = rng.integers(0 if is_packed else -8, 16, (2, 3, N, K))
-    values[..., 0] = 15 if is_packed else -128
+    if kernel.code in packed:
+        stored = rng.integers(0, len(table), (2, 3, N, K)).astype(np.uint8)
+        values = table[stored]
+        stored = pack(stored, num_bits(packed[kernel.code]))
+    else:
+        values = rng.integers(-8, 16, (2, 3, N, K))
+        values[..., 0] = -128
+        stored = values.astype(kernel.code)
     scales, mins = rng.integers(1, 8, (2, 2, 3, N, groups)) / np.float32(8)
     w = values[1].reshape(3, N, groups, -1) * scales[1, ..., None] + mins[1, ..., None]
-    stored = pack(values.astype(np.uint8)) if is_packed else values.astype(kernel.code)
     arrays = stored, scales, mins.astype(jnp.bfloat16)
     if is_interleaved:
         arrays = tuple(map(interleave, arrays))
-    operands = x, *arrays[:2], CODES["uint4"], np.int32(1), arrays[2], _SIZES
+    operands = x, *arrays[:2], table.astype(np.float32), np.int32(1), arrays[2], _SIZES
     flags = {"has_mins": 1, "has_order": 0, "is_interleaved": is_interleaved}
     attributes = {name: np.int32(flag) for name, flag in flags.items()}
     return _test_groups(target, operands, w.reshape(3, N, K), **attributes)

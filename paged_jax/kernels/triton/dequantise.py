@@ -114,6 +114,8 @@ def refusal(format: WeightFormat, num_inputs: int, dtype: Any) -> str | None:
     """Return why tiles of a format cannot be converted to a dtype, or None if they can."""
     if jnp.dtype(dtype).name not in DTYPES:
         return f"the dtype of the matmul must be {' or '.join(DTYPES)}, got {jnp.dtype(dtype)}"
+    if format != format.widened:
+        return f"only kernels for CPUs read the code {format.code}"
     size = format.group_size or num_inputs
     if size % SMALLEST_GROUP:
         return f"groups must have a multiple of {SMALLEST_GROUP} inputs, got {size}"
@@ -327,7 +329,7 @@ def _tables(code: str, dtype: Any) -> list[list[int]]:
     """
     if code == "e2m1":
         return [(_OFFSETS[code] + 2 * CODES[code]).astype(int).tolist()]
-    if code in ("nf4", "fp4"):
+    if code in ("nf4", "fp4", "iq4"):
         bits = CODES[code].astype(jnp.dtype(dtype)).view(np.uint16)
         return [(bits & 255).tolist(), (bits >> 8).tolist()]
     return []

@@ -143,6 +143,11 @@ def choose_formats(
     return MatrixFormats.create(formats)
 
 
+def fit_platform(formats: MatrixFormats, platform: str, num_devices: int) -> MatrixFormats:
+    """Return the formats, with int8 instead of codes that the platform has no kernels for."""
+    return formats if platform == "cpu" and num_devices == 1 else formats.widened()
+
+
 def _num_parts(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> int:
     """Return the number of devices over which the placement divides a matrix's inputs."""
     placement = spec.sharding_of(name, shape)

@@ -2,7 +2,7 @@
 
 Tensors of most types consist of blocks of 32 or 256 values, which also contain the scales. The
 table lists the bytes of a block and the formula of a weight. ``d`` and ``m`` are float16, and all
-numbers are little-endian. ``u`` is an unsigned value of 4, 5 or 6 bits, ``q`` is an int8 value, and
+numbers are little-endian. ``u`` is an unsigned value of 2 to 6 bits, ``q`` is an int8 value, and
 ``sc`` and ``mn`` are scales and minima of groups of 16 or 32 values:
 
     Q8_0   d, 32 x int8                                          q * d
@@ -13,6 +13,10 @@ numbers are little-endian. ``u`` is an unsigned value of 4, 5 or 6 bits, ``q`` i
     Q4_K   d, m, 12 bytes of sc and mn, 128 bytes                u * (d * sc) - m * mn
     Q5_K   d, m, 12 bytes of sc and mn, 32 bytes, 128 bytes      u * (d * sc) - m * mn
     Q6_K   128 bytes, 64 bytes, 16 x int8 sc, d                  (u - 32) * (d * sc)
+    Q2_K   16 bytes of sc and mn, 64 bytes, d, m                 u * (d * sc) - m * mn
+    Q3_K   32 bytes of high bits, 64 bytes, 12 bytes of sc, d    (u - 4) * (d * sc)
+    IQ4_NL d, 16 bytes                                           iq4[u] * d
+    IQ4_XS d, 6 bytes of sc, 128 bytes                           iq4[u] * (d * sc)
     MXFP4  e, 16 bytes                                           e2m1[u] * 2 ** (e - 127)
 
 Where a block has 16 bytes, the low 4 bits of byte i belong to value i of the block, and the high 4
@@ -43,11 +47,15 @@ FORMATS: Mapping[str, WeightFormat] = {
     "Q8_0": WeightFormat("int8", 32, "float16"),
     "Q4_0": WeightFormat("int4", 32, "float16"),
     "Q4_1": WeightFormat("uint4", 32, "float16", "float16"),
-    "Q5_0": WeightFormat("int8", 32, "float16"),
-    "Q5_1": WeightFormat("int8", 32, "float16", "float16"),
+    "Q5_0": WeightFormat("int5", 32, "float16"),
+    "Q5_1": WeightFormat("uint5", 32, "float16", "float16"),
     "Q4_K": WeightFormat("uint4", 32, "float32", "float32"),
-    "Q5_K": WeightFormat("int8", 32, "float32", "float32"),
+    "Q5_K": WeightFormat("uint5", 32, "float32", "float32"),
     "Q6_K": WeightFormat("int8", 16, "float32"),
+    "Q2_K": WeightFormat("uint4", 16, "float32", "float32"),
+    "Q3_K": WeightFormat("int4", 16, "float32"),
+    "IQ4_NL": WeightFormat("iq4", 32, "float16"),
+    "IQ4_XS": WeightFormat("iq4", 32, "float32"),
     # The scales of MXFP4 are powers of two, which bfloat16 represents exactly.
     "MXFP4": WeightFormat("e2m1", 32, "bfloat16"),
 }
@@ -271,23 +279,32 @@ def _read_q4_1(blocks: np.ndarray) -> _Arrays:
     return blocks[..., 4:], _half(blocks, 0), _half(blocks, 2)
 
 
-def _fifth_bits(words: np.ndarray) -> np.ndarray:
-    """Return the fifth bit of each of a block's 32 values, as 0 or 16, ``[..., 2, 16]``.
+def _packed_fives(low: np.ndarray, fifth: np.ndarray) -> np.ndarray:
+    """Return values of 5 bits in the order of `weight_formats`, uint8 ``[..., 20]``.
 
-    `words` contains these bits in 4 bytes per block, uint8 ``[..., 4]``.
+    Args:
+      low: the low 4 bits of each block, uint8 ``[..., 16]``, which are already in this order.
+      fifth: the fifth bits of each block, uint8 ``[..., 4]``. Bit i is that of value i. With
+        ``i = 16 * half + 4 * word + byte``, it becomes bit ``4 * half + word`` of a byte.
     """
-    bits = np.unpackbits(words, axis=-1, bitorder="little")
-    return bits.reshape(*words.shape[:-1], 2, 16) << 4
+    bits = np.ascontiguousarray(fifth).view("<u4")
+    # Transpose the 4 x 4 bits (word, byte) of each half: first within blocks of 2 x 2, then these.
+    for shift, mask in ((3, 0x0A0A0A0A), (6, 0x00CC00CC)):
+        swapped = (bits ^ bits >> shift) & mask
+        bits = bits ^ swapped ^ swapped << shift
+    # Each half now has a nibble for each byte.
+    spread = [half & 0xFF | (half & 0xFF00) << 8 for half in (bits & 0xFFFF, bits >> 16)]
+    lower, upper = ((x | x << 4) & 0x0F0F0F0F for x in spread)
+    return np.concatenate([low, (lower | upper << 4).astype("<u4").view(np.uint8)], axis=-1)
 
 
 def _read_q5_0(blocks: np.ndarray) -> _Arrays:
-    values = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
-    return values.view(np.int8) - np.int8(16), _half(blocks, 0)
+    return _packed_fives(blocks[..., 6:], blocks[..., 2:6]), _half(blocks, 0)
 
 
 def _read_q5_1(blocks: np.ndarray) -> _Arrays:
-    values = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
-    return values.view(np.int8), _half(blocks, 0), _half(blocks, 2)
+    values = _packed_fives(blocks[..., 8:], blocks[..., 4:8])
+    return values, _half(blocks, 0), _half(blocks, 2)
 
 
 def _read_k_scales(blocks: np.ndarray) -> _Arrays:
@@ -320,7 +337,7 @@ def _read_q5_k(blocks: np.ndarray) -> _Arrays:
     values = _nibbles(blocks[..., 48:].reshape(*blocks.shape[:-1], 4, 32))
     high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
     values = values.reshape(*blocks.shape[:-1], 8, 32) | high << 4
-    return values.view(np.int8), *_read_k_scales(blocks)
+    return pack(values, 5), *_read_k_scales(blocks)
 
 
 def _read_q6_k(blocks: np.ndarray) -> _Arrays:
@@ -333,6 +350,48 @@ def _read_q6_k(blocks: np.ndarray) -> _Arrays:
     values = (low | high << 4).view(np.int8) - np.int8(32)
     scales = blocks[..., 192:208].view(np.int8).astype(np.float32)
     return values, _half(blocks, 208).astype(np.float32) * scales
+
+
+def _quarters(data: np.ndarray) -> np.ndarray:
+    """Split bytes ``[..., n]`` into values of 2 bits, the lowest first, uint8 ``[..., 4, n]``."""
+    return data[..., None, :] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+
+
+def _read_q2_k(blocks: np.ndarray) -> _Arrays:
+    values = _quarters(blocks[..., 16:80].reshape(*blocks.shape[:-1], 2, 32))
+    scales, mins = (blocks[..., :16] >> bit & 15 for bit in (0, 4))
+    factor, offset = _half(blocks, 80).astype(np.float32), _half(blocks, 82).astype(np.float32)
+    return pack(values), factor * scales.astype(np.float32), -(offset * mins.astype(np.float32))
+
+
+def _read_q3_k(blocks: np.ndarray) -> _Arrays:
+    lead = blocks.shape[:-1]
+    low = _quarters(blocks[..., 32:96].reshape(*lead, 2, 32)).reshape(*lead, 8, 32)
+    high = blocks[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    # Bytes 96 to 103 have the low 4 bits of the scales of groups 0 to 7 and 8 to 15; bytes 104 to
+    # 107 have two high bits of the scales of groups 0 to 3, 4 to 7, and so on.
+    scales, rest = (x.reshape(*lead, 16) for x in (
+        _nibbles(blocks[..., 96:104]), _quarters(blocks[..., 104:108])
+    ))  # fmt: skip
+    factor = _half(blocks, 108).astype(np.float32)
+    # int4 stores the number -4 + u as 4 + u.
+    return pack(low + (high << 2) + np.uint8(4)), factor * _signed(scales, rest)
+
+
+def _signed(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Return scales of 6 bits, from -32 to 31, as float32."""
+    return (low | high << 4).astype(np.float32) - 32
+
+
+def _read_iq4_nl(blocks: np.ndarray) -> _Arrays:
+    return blocks[..., 2:], _half(blocks, 0)
+
+
+def _read_iq4_xs(blocks: np.ndarray) -> _Arrays:
+    low = np.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], axis=-1)
+    high = blocks.view("<u2")[..., 1, None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    scales = _signed(low.reshape(*blocks.shape[:-1], 8), high.astype(np.uint8))
+    return blocks[..., 8:], _half(blocks, 0).astype(np.float32) * scales
 
 
 def _read_mxfp4(blocks: np.ndarray) -> _Arrays:
@@ -352,6 +411,10 @@ _READERS: Mapping[str, tuple[int, Callable[[np.ndarray], _Arrays]]] = {
     "Q4_K": (256, _read_q4_k),
     "Q5_K": (256, _read_q5_k),
     "Q6_K": (256, _read_q6_k),
+    "Q2_K": (256, _read_q2_k),
+    "Q3_K": (256, _read_q3_k),
+    "IQ4_NL": (32, _read_iq4_nl),
+    "IQ4_XS": (256, _read_iq4_xs),
     "MXFP4": (32, _read_mxfp4),
 }
 

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.gguf_file import GgufFile, is_gguf
-from paged_jax.models.loading.formats import choose_formats, interleave_rows
+from paged_jax.models.loading.formats import choose_formats, fit_platform, interleave_rows
 from paged_jax.models.loading.gguf_tensors import find_gguf_tensors
 from paged_jax.models.loading.parameters import (
     Model,
@@ -99,6 +99,8 @@ def load_weights(
     wide, stored, mappings = _open(model_class, folder, config, dtype, sharding)
     if formats is None:
         formats = choose_formats(wide, dtype, stored, mappings, dequantise=dequantise)
+        devices = find_devices(config, sharding)
+        formats = fit_platform(formats, next(iter(devices)).platform, len(devices))
     shapes = wide.separate_shapes()
     if interleave:
         assert sharding is None, "only whole matrices can be interleaved"
@@ -147,6 +149,15 @@ def _build(
     return spec.build(make)
 
 
+def find_devices(config: LlamaConfig, sharding: Sharding) -> set[Any]:
+    """Return the devices that a sharding places the embeddings on; the default device for None."""
+    if callable(sharding):
+        sharding = sharding("embed_tokens", (config.vocab_size, config.hidden_size))
+    # Unlike `jnp.zeros`, this compiles nothing.
+    placement = sharding or jax.device_put(np.zeros(())).sharding
+    return placement.device_set
+
+
 def find_formats(
     model_class: Callable[..., Model],
     folder: str | Path,
@@ -155,11 +166,12 @@ def find_formats(
     dtype: DTypeLike = "auto",
     dequantise: bool = False,
     num_devices: int = 1,
+    platform: str | None = None,
 ) -> MatrixFormats:
     """Return the formats that `load_weights` would choose for the matrices of a model.
 
-    `num_devices` is the number of devices over which the model will be divided. The other arguments
-    are as in `load_weights`.
+    `num_devices` is the number of devices over which the model will be divided, and `platform` is
+    their platform, by default that of this machine. The other arguments are as in `load_weights`.
 
     Raises:
       WeightsError: see `load_weights`.
@@ -167,7 +179,8 @@ def find_formats(
     dtype = resolve_dtype("load_weights", dtype, config)
     spec, stored, mappings = _open(model_class, folder, config, dtype)
     options: Any = {"dequantise": dequantise, "num_devices": num_devices}
-    return choose_formats(spec, dtype, stored, mappings, **options)
+    formats = choose_formats(spec, dtype, stored, mappings, **options)
+    return fit_platform(formats, platform or jax.default_backend(), num_devices)
 
 
 def _open(

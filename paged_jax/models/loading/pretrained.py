@@ -8,8 +8,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.linear import reads_stacked_weights
@@ -20,6 +18,7 @@ from paged_jax.models.gguf_config import read_gguf_config
 from paged_jax.models.gguf_file import GgufFile, is_gguf
 from paged_jax.models.loading.formats import fit_format
 from paged_jax.models.loading.huggingface import (
+    find_devices,
     find_formats,
     load_weights,
     untie_if_different,
@@ -145,6 +144,7 @@ def read_formats(
     dtype: DTypeLike = "auto",
     dequantise: bool = False,
     num_devices: int = 1,
+    platform: str | None = None,
 ) -> MatrixFormats | None:
     """Return the formats that the matrices of a model will have when it is loaded.
 
@@ -152,7 +152,8 @@ def read_formats(
     also reads their order.
 
     `config` is the result of `read_config`. `num_devices` is the number of devices over which the
-    model will be divided. For the other arguments, see `Llama.from_pretrained`.
+    model will be divided, and `platform` is their platform, by default that of this machine. For
+    the other arguments, see `Llama.from_pretrained`.
 
     Returns:
       The formats; None if the folder has no weights, and ``config.json`` describes no
@@ -168,7 +169,7 @@ def read_formats(
         spec = ModelSpec(model_class, config, resolved, config.can_scan_layers)
         return _plan_formats(spec, quantisation, num_devices=num_devices)
     options: Any = {"dtype": dtype, "dequantise": dequantise, "num_devices": num_devices}
-    return find_formats(model_class, folder, config, **options)
+    return find_formats(model_class, folder, config, **options, platform=platform)
 
 
 def _plan_formats(
@@ -246,9 +247,4 @@ def _is_scanning_faster(config: LlamaConfig, sharding: Sharding) -> bool:
 
 
 def _device(config: LlamaConfig, sharding: Sharding) -> Any:
-    if callable(sharding):
-        sharding = sharding("embed_tokens", (config.vocab_size, config.hidden_size))
-    placement = (
-        sharding or jax.device_put(np.zeros(())).sharding
-    )  # unlike jnp.zeros, this compiles nothing
-    return next(iter(placement.device_set))
+    return next(iter(find_devices(config, sharding)))

@@ -23,7 +23,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, dequantise, unpack
+from paged_jax.kernels.weight_formats import (
+    WeightArrays,
+    WeightFormat,
+    convert,
+    dequantise,
+    unpack,
+)
 from paged_jax.models.loading.stored_tensors import TensorMapping
 from paged_jax.models.matrix_formats import SUFFIXES, MatrixFormats
 
@@ -72,7 +78,7 @@ def check_can_save(formats: MatrixFormats) -> None:
                 "save_weights: compressed-tensors does not support matrices with reordered inputs, "
                 f"got such a matrix in the format {format.code}. {_ADVICE}"
             )
-        if format.code in ("nf4", "fp4"):
+        if format.code in ("nf4", "fp4", "iq4"):
             raise SaveError(
                 f"save_weights: compressed-tensors does not support the format {format.code}. "
                 f"{_ADVICE}"
@@ -309,6 +315,7 @@ class QuantisedWriter:
             arrays = WeightArrays(*(x if x is None else expert_rows(x, mappings) for x in whole))
             return self._experts(tensor, arrays, format)
         arrays = WeightArrays(*(x if x is None else rows_of(x, mappings) for x in whole))
+        arrays, format = convert(arrays, format, format.widened), format.widened
         if name in ("embed_tokens", "lm_head"):
             self._floats.add(module)
             return {tensor: dequantise(arrays, format.code).astype(dtype)}

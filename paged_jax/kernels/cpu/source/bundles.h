@@ -24,17 +24,17 @@ inline const uint8_t* find_row(const ByteRows& rows, int64_t row, int size) {
 }
 
 // Loads a unit.
-INLINE Words load_words(const uint8_t* from) {
-  Words words;
-#pragma GCC unroll 4
-  for (int i = 0; i < UNIT_WORDS; i++) words.each[i] = load<Ints>(from + 4 * BUNDLE_ROWS * i);
+INLINE DecoderWords load_words(const uint8_t* from) {
+  DecoderWords words;
+#pragma GCC unroll 5
+  for (int i = 0; i < Decoder::WORDS; i++) words.each[i] = load<Ints>(from + 4 * BUNDLE_ROWS * i);
   return Decoder::arrange(words);
 }
 
 // Prefetches a unit of each of `blocks` blocks into the second-level cache.
 INLINE void prefetch_units(const uint8_t* from, int blocks) {
-#pragma GCC unroll 4
-  for (int i = 0; i < UNIT_WORDS; i++, from += 4 * BUNDLE_ROWS)
+#pragma GCC unroll 5
+  for (int i = 0; i < Decoder::WORDS; i++, from += 4 * BUNDLE_ROWS)
 #pragma GCC unroll 2
     for (int byte = 0; byte < blocks * 4 * LANES; byte += 64) __builtin_prefetch(from + byte, 0, 2);
 }
@@ -78,7 +78,7 @@ struct BlockSums {
   // Adds the products of a unit of each block with cells of x.
   INLINE void add_units(const Decoder& decoder, const uint8_t* from, const Cell* x) {
     others.add_units(decoder, from, x);
-    Words words = load_words(from + (B - 1) * 4 * LANES);
+    DecoderWords words = load_words(from + (B - 1) * 4 * LANES);
     decoder.decode(words, [&](int cell, Cells::Vector w) __attribute__((always_inline)) {
       last.add(w, x + cell * M);
     });
@@ -134,7 +134,7 @@ NOINLINE void multiply_whole_rows(const Matrix& matrix, int64_t row, const Panel
       for (int left = smaller(rest, groups.segment_cells); left > 0; left -= Decoder::CELLS) {
         prefetch_units(from + BYTES_AHEAD, B);
         sums.add_units(*matrix.decoder, from, x);
-        from += UNIT_BYTES * BUNDLE_ROWS, x += Decoder::CELLS * M;
+        from += DECODER_BYTES * BUNDLE_ROWS, x += Decoder::CELLS * M;
       }
       sums.add_to(totals, scales, group, roundings);
       if (Cells::HAS_SCALES) roundings += M;
@@ -150,7 +150,7 @@ NOINLINE void multiply_interleaved(
     const Decoder& decoder, const Strip& strip, const Panel<Cell>* panel, float* totals) {
   Position at(strip, panel);
   const uint8_t* from = find_row(strip.matrix->values, strip.row, 4);
-  from += strip.cells_before(strip.first) / Decoder::CELLS * UNIT_BYTES * BUNDLE_ROWS;
+  from += strip.cells_before(strip.first) / Decoder::CELLS * DECODER_BYTES * BUNDLE_ROWS;
   Cell* tile = strip.tile;
   for (int i = strip.first; i < strip.last; i++) {
     Sums<M, Cells::Sum> sums;
@@ -161,7 +161,7 @@ NOINLINE void multiply_interleaved(
         if (KEEPS) memcpy(tile + cell * LANES, &w, sizeof w);
         sums.add(w, at.x + cell * M);
       });
-      from += UNIT_BYTES * BUNDLE_ROWS;
+      from += DECODER_BYTES * BUNDLE_ROWS;
       at.x += Decoder::CELLS * M;
       if (KEEPS) tile += Decoder::CELLS * LANES;
     }

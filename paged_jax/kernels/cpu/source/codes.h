@@ -174,6 +174,7 @@ template <class Code, class Cells>
 struct ByteDecoder {
   static constexpr int INPUTS = UNIT_BYTES;
   static constexpr int CELLS = INPUTS / Cells::INPUTS;
+  static constexpr int WORDS = UNIT_WORDS;
   static constexpr bool IS_PACKED = false;
   static int input(int cell, int which) { return cell * Cells::INPUTS + which; }
 #if HAS_PAIRS
@@ -274,15 +275,17 @@ struct Float8Code {
 #endif
 };
 
-// 4-bit values are indices into a table of 16 numbers. The lower halves of the 16 bytes of a unit belong to
-// inputs 0 to 15, the upper halves to inputs 16 to 31.
-template <class Cells>
+// Values of BITS bits (4 or 5) are indices into a table of numbers. A unit has 32 inputs. Input
+// 16 * half + 4 * word + byte has its lower four bits in a half of byte `byte` of word `word`. Its fifth bit is
+// bit 4 * half + word of byte `byte` of the last word.
+template <class Cells, int BITS>
 struct PackedDecoder;
 
-template <>
-struct PackedDecoder<Singles> {
-  static constexpr int INPUTS = 2 * UNIT_BYTES;
+template <int BITS>
+struct PackedDecoder<Singles, BITS> {
+  static constexpr int INPUTS = 32;
   static constexpr int CELLS = INPUTS;
+  static constexpr int WORDS = BITS;
   static constexpr bool IS_PACKED = true;
   static int input(int cell, int) { return cell; }
   float numbers[16];
@@ -290,17 +293,27 @@ struct PackedDecoder<Singles> {
   explicit PackedDecoder(const float* table) { memcpy(numbers, table, sizeof numbers); }
 
   static Words transpose(const Unit& unit) { return unit.transpose(); }
-  static Words arrange(const Words& words) { return words; }
+  static WordsOf<WORDS> arrange(const WordsOf<WORDS>& words) { return words; }
 
   template <class Function>
-  INLINE void decode(const Words& words, Function f) const {
+  INLINE void decode(const WordsOf<WORDS>& words, Function f) const {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++)
 #pragma GCC unroll 4
-      for (int i = 0; i < UNIT_WORDS; i++)
+      for (int i = 0; i < 4; i++)
 #pragma GCC unroll 4
         for (int byte = 0; byte < 4; byte++)
-          f(16 * half + 4 * i + byte, look_up(words.each[i], 8 * byte + 4 * half));
+          f(16 * half + 4 * i + byte, number(words, half, i, byte));
+  }
+
+  INLINE Floats number(const WordsOf<WORDS>& words, int half, int i, int byte) const {
+    if constexpr (BITS == 4) {
+      return look_up(words.each[i], 8 * byte + 4 * half);
+    } else {  // the numbers are consecutive integers
+      Ints low = words.each[i] >> (8 * byte + 4 * half) & 15;
+      Ints fifth = words.each[4] >> (8 * byte + 4 * half + i) & 1;
+      return __builtin_convertvector(low | fifth << 4, Floats) + fill(numbers[0]);
+    }
   }
 
   // Looks up four bits of each lane, from bit `bit` on, in the table.
@@ -320,38 +333,55 @@ struct PackedDecoder<Singles> {
   }
 };
 
+#if defined(__AVX512BW__)
+// Returns the values of word `i` and half `half` of a unit, one in each byte. Bits from BITS on are arbitrary.
+template <int BITS>
+INLINE Bytes value_bytes(const WordsOf<BITS>& words, int half, int i) {
+  Bytes low = _mm512_srli_epi16((Bytes)words.each[i], 4 * half);
+  if constexpr (BITS == 4) return low;
+  Bytes fifth = (Bytes)words.each[BITS - 1];
+  fifth = half ? _mm512_srli_epi16(fifth, i) : _mm512_slli_epi16(fifth, 4 - i);
+  return _mm512_ternarylogic_epi64(_mm512_set1_epi8(15), low, fifth, 0xca);  // 4 bits of `low`, others of `fifth`
+}
+#endif
+
 #if HAS_PAIRS
-template <>
-struct PackedDecoder<Pairs> {
-  static constexpr int INPUTS = 2 * UNIT_BYTES;
+template <int BITS>
+struct PackedDecoder<Pairs, BITS> {
+  static constexpr int INPUTS = 32;
   static constexpr int CELLS = INPUTS / 2;
+  static constexpr int WORDS = BITS;
   static constexpr bool IS_PACKED = true;
   static int input(int cell, int which) {
     return cell / 8 * 16 + cell % 8 / 2 * 4 + 2 * which + cell % 2;
   }
-  Bytes numbers;  // the table twice: the index has five bits, and the fifth bit belongs to the next value
+  // The numbers of all values. The table of 4-bit values is there twice: an index has five bits, and the fifth
+  // bit belongs to the next value.
+  Bytes numbers;
 
   explicit PackedDecoder(const float* table) {
     uint16_t bits[32];
-    for (int i = 0; i < 32; i++) bits[i] = rounded_bits(table[i % 16]);
+    for (int i = 0; i < 32; i++) bits[i] = rounded_bits(table[i % (1 << BITS)]);
     memcpy(&numbers, bits, sizeof numbers);
   }
 
   static Words transpose(const Unit& unit) { return unit.transpose(); }
-  static Words arrange(const Words& words) { return words; }
+  static WordsOf<WORDS> arrange(const WordsOf<WORDS>& words) { return words; }
 
-  static constexpr int STEPS = 2 * UNIT_WORDS;
-  INLINE TwoPairs pairs(const Words& words, int step) const {
-    Bytes values = (Bytes)words.each[step % UNIT_WORDS];
-    auto look_up = [&](int bit) {
-      return (Ints)_mm512_permutexvar_epi16(_mm512_srli_epi16(values, bit), numbers);
-    };
-    int bit = step / UNIT_WORDS * 4;
-    return {look_up(bit), look_up(bit + 8)};
+  static constexpr int STEPS = 8;
+  INLINE TwoPairs pairs(const WordsOf<WORDS>& words, int step) const {
+    Bytes values = value_bytes<BITS>(words, step / 4, step % 4);
+    if constexpr (BITS == 4) {  // shift the words themselves, so that no shift waits for another
+      Bytes word = (Bytes)words.each[step % 4];
+      return {look_up(values), look_up(_mm512_srli_epi16(word, step / 4 * 4 + 8))};
+    }
+    return {look_up(values), look_up(_mm512_srli_epi16(values, 8))};
   }
 
+  INLINE Ints look_up(Bytes values) const { return (Ints)_mm512_permutexvar_epi16(values, numbers); }
+
   template <class Function>
-  INLINE void decode(const Words& words, Function f) const {
+  INLINE void decode(const WordsOf<WORDS>& words, Function f) const {
 #pragma GCC unroll 8
     for (int step = 0; step < STEPS; step++) {
       TwoPairs two = pairs(words, step);
@@ -369,6 +399,7 @@ template <>
 struct ByteDecoder<Int8Code, Quads> {
   static constexpr int INPUTS = UNIT_BYTES;
   static constexpr int CELLS = INPUTS / 4;
+  static constexpr int WORDS = UNIT_WORDS;
   static constexpr bool IS_PACKED = false;
   static constexpr int OFFSET = 128;
   static constexpr float STEP = 1;
@@ -386,33 +417,38 @@ struct ByteDecoder<Int8Code, Quads> {
   }
 };
 
-template <>
-struct PackedDecoder<Quads> {
-  static constexpr int INPUTS = 2 * UNIT_BYTES;
+template <int BITS>
+struct PackedDecoder<Quads, BITS> {
+  static constexpr int INPUTS = 32;
   static constexpr int CELLS = INPUTS / 4;
+  static constexpr int WORDS = BITS;
   static constexpr bool IS_PACKED = true;
-  static constexpr int OFFSET = 16;
-  static constexpr float STEP = 0.5f;  // the numbers of int4, uint4 and E2M1 are multiples of it
+  // The numbers of 4-bit codes are multiples of 1/2. The numbers of other codes are consecutive integers.
+  static constexpr int OFFSET = BITS == 4 ? 16 : 32;
+  static constexpr float STEP = BITS == 4 ? 0.5f : 1;
   static int input(int cell, int which) { return 4 * cell + which; }
-  Bytes numbers;
+  Bytes integers;  // of all 4-bit values; else of value 0, in each byte
 
   explicit PackedDecoder(const float* table) {
     uint8_t bytes[64];
-    for (int i = 0; i < 64; i++) bytes[i] = (int)(table[i % 16] / STEP) + OFFSET;
-    memcpy(&numbers, bytes, sizeof numbers);
+    for (int i = 0; i < 64; i++) bytes[i] = (int)(table[BITS == 4 ? i % 16 : 0] / STEP) + OFFSET;
+    memcpy(&integers, bytes, sizeof integers);
   }
 
   static Words transpose(const Unit& unit) { return unit.transpose(); }
-  static Words arrange(const Words& words) { return words; }
+  static WordsOf<WORDS> arrange(const WordsOf<WORDS>& words) { return words; }
 
   template <class Function>
-  INLINE void decode(const Words& words, Function f) const {
-    const Ints mask = Ints{} + 0x0f0f0f0f;
+  INLINE void decode(const WordsOf<WORDS>& words, Function f) const {
+    const Bytes mask = _mm512_set1_epi8((1 << BITS) - 1);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++)
 #pragma GCC unroll 4
-      for (int i = 0; i < UNIT_WORDS; i++)
-        f(4 * half + i, (Ints)_mm512_shuffle_epi8(numbers, (Bytes)(words.each[i] >> 4 * half & mask)));
+      for (int i = 0; i < 4; i++) {
+        Bytes values = value_bytes<BITS>(words, half, i) & mask;
+        f(4 * half + i,
+          (Ints)(BITS == 4 ? _mm512_shuffle_epi8(integers, values) : _mm512_add_epi8(integers, values)));
+      }
   }
 };
 #endif

@@ -1,9 +1,9 @@
 // Operands of the kernel for quantised weights, in this order:
 //
 //   x        f32 [M, K]
-//   values   [L, X, N, K], or 4-bit values [L, X, N, K / 2]; for one weight (X = 1) also [L, N, ...]
+//   values   [L, X, N, K], or values of B bits [L, X, N, K * B / 8]; for one weight (X = 1) also [L, N, ...]
 //   scales   floats [L, X, N, groups] or [L, N, groups]
-//   table    f32 [16], the numbers that 4-bit values stand for
+//   table    f32 [2 ** B], the numbers that values of B bits stand for
 //   layer    i32 [], the layer to read
 //   mins     minima like the scales, only if the attribute `has_mins` is set
 //   order    i32 [L, K], the input of each column, only if the attribute `has_order` is set

@@ -78,7 +78,7 @@ struct Product {
           load_scales(strip, scales, scales + group_floats);
           multiply(*matrix.decoder, strip, panels + first, count, totals);
           int64_t cells = (int64_t)(strip.last - strip.first) * strip.groups.segment_cells;
-          strip.next_line += cells * UNIT_BYTES * LANES / Decoder::CELLS;
+          strip.next_line += cells * DECODER_BYTES * LANES / Decoder::CELLS;
         }
         for (int64_t i = 0; i < count; i++)
           write(row, strip.num_rows, panels[first + i], totals + i * MAX_PANEL * LANES);

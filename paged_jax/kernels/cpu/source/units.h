@@ -1,4 +1,4 @@
-// Units of weights: 16 bytes of each of LANES weight rows, and their transposition.
+// Units of weights: 16 or more bytes of each of LANES weight rows, and their transposition.
 #pragma once
 
 #include "vectors.h"
@@ -16,9 +16,11 @@ struct ByteRows {
 };
 
 // A transposed unit: each vector has four bytes of each row.
-struct Words {
-  Ints each[UNIT_WORDS];
+template <int COUNT>
+struct WordsOf {
+  Ints each[COUNT];
 };
+using Words = WordsOf<UNIT_WORDS>;
 
 #if defined(__AVX512F__)
 typedef __m512i Bytes;
@@ -97,6 +99,30 @@ inline Unit load_unit(const ByteRows& rows, int64_t row, int num_rows, int64_t o
   for (int i = 0; i < num_rows; i++) memcpy(copy[i], from + i * rows.row_bytes, valid);
   unit.load(copy[0], UNIT_BYTES);
   return unit;
+}
+
+// Returns the words of a transposed unit, and those after the unit if COUNT is larger. The unit starts at `from`
+// in the first of `num_rows` rows, which are `stride` bytes apart. Words of other rows are zeros.
+template <int COUNT>
+inline WordsOf<COUNT> add_words(const Words& words, const uint8_t* from, int64_t stride, int num_rows) {
+  if constexpr (COUNT == UNIT_WORDS) {
+    return words;
+  } else {
+    static_assert(COUNT == UNIT_WORDS + 1, "one more word");
+    from += UNIT_BYTES;
+    WordsOf<COUNT> all = {{words.each[0], words.each[1], words.each[2], words.each[3]}};
+#if defined(__AVX512F__)
+    const Bytes places = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    Bytes offsets = _mm512_mullo_epi32(places, _mm512_set1_epi32(stride));
+    __mmask16 mask = (1 << num_rows) - 1;
+    all.each[UNIT_WORDS] = (Ints)_mm512_mask_i32gather_epi32(Bytes{}, mask, offsets, from, 1);
+#else
+    int32_t last[LANES] = {};
+    for (int i = 0; i < num_rows; i++) memcpy(last + i, from + i * stride, sizeof *last);
+    all.each[UNIT_WORDS] = load<Ints>(last);
+#endif
+    return all;
+  }
 }
 
 enum FloatKind : int32_t { FLOAT32, BFLOAT16, FLOAT16 };

@@ -17,7 +17,8 @@
 
 namespace {
 
-struct Packed {};  // 4-bit values
+template <int BITS>
+struct Packed {};  // values of BITS bits
 
 template <class Input>
 struct CellsFor {
@@ -50,11 +51,13 @@ template <>
 struct DecoderFor<Float8> {
   using Decoder = ByteDecoder<Float8Code, Cells>;
 };
-template <>
-struct DecoderFor<Packed> {
-  using Decoder = PackedDecoder<Cells>;
+template <int BITS>
+struct DecoderFor<Packed<BITS>> {
+  using Decoder = PackedDecoder<Cells, BITS>;
 };
 using Decoder = DecoderFor<ELEMENT>::Decoder;  // ELEMENT is a compiler option
+using DecoderWords = WordsOf<Decoder::WORDS>;
+constexpr int DECODER_BYTES = 4 * Decoder::WORDS;  // of a row in a unit
 
 template <class>
 constexpr bool ROUNDS = false;
@@ -102,7 +105,7 @@ struct Strip {
   // Returns the address of the first unit of the first row.
   const uint8_t* first_unit() const {
     const ByteRows& values = matrix->values;
-    return values.begin + row * values.row_bytes + cells_before(first) / Decoder::CELLS * UNIT_BYTES;
+    return values.begin + row * values.row_bytes + cells_before(first) / Decoder::CELLS * DECODER_BYTES;
   }
 
   int64_t num_units() const { return (cells_before(last) - cells_before(first)) / Decoder::CELLS; }
@@ -217,22 +220,25 @@ struct Sums<0, Sum> {
 };
 
 // Loads bytes `offset` to `offset + valid` of the rows of a strip as a unit, and transposes it.
-inline Words load_words(const Strip& strip, int64_t offset, int valid) {
-  return Decoder::transpose(load_unit(strip.matrix->values, strip.row, strip.num_rows, offset, valid));
+inline DecoderWords load_words(const Strip& strip, int64_t offset, int valid) {
+  const ByteRows& values = strip.matrix->values;
+  Unit unit = load_unit(values, strip.row, strip.num_rows, offset, smaller(valid, UNIT_BYTES));
+  const uint8_t* from = values.begin + strip.row * values.row_bytes + offset;
+  return add_words<Decoder::WORDS>(Decoder::transpose(unit), from, values.row_bytes, strip.num_rows);
 }
 
 // Converts all units of a strip to cells in the tile. Rows or units may be incomplete.
 void convert_units(const Decoder& decoder, const Strip& strip) {
   Position at(strip, nullptr);
   const Groups& groups = strip.groups;
-  int64_t group_bytes = groups.size * UNIT_BYTES / Decoder::INPUTS;
-  int64_t byte = at.segment * (groups.segment_cells / Decoder::CELLS) * UNIT_BYTES;
+  int64_t group_bytes = groups.size * DECODER_BYTES / Decoder::INPUTS;
+  int64_t byte = at.segment * (groups.segment_cells / Decoder::CELLS) * DECODER_BYTES;
   Cell* tile = strip.tile;
   for (int i = strip.first; i < strip.last; i++, at.next(0)) {
     if (at.segment == 0) byte = 0;
-    for (int left = at.num_cells(); left > 0; left -= Decoder::CELLS, byte += UNIT_BYTES) {
-      int valid = smaller(group_bytes - byte, UNIT_BYTES);
-      Words words = load_words(strip, at.group * group_bytes + byte, valid);
+    for (int left = at.num_cells(); left > 0; left -= Decoder::CELLS, byte += DECODER_BYTES) {
+      int valid = smaller(group_bytes - byte, DECODER_BYTES);
+      DecoderWords words = load_words(strip, at.group * group_bytes + byte, valid);
       decoder.decode(words, [&](int, Cells::Vector w) __attribute__((always_inline)) {
         memcpy(tile, &w, sizeof w);
         tile += LANES;
@@ -251,10 +257,10 @@ constexpr bool CONVERTS_AHEAD =
 // Calls a function for the cells of consecutive units, without converting ahead.
 template <class Decoder, bool IS_AHEAD>
 struct UnitCells {
-  UnitCells(const Decoder&, const Words&) {}
+  UnitCells(const Decoder&, const DecoderWords&) {}
 
   template <class Function>
-  INLINE void decode(const Decoder& decoder, const Words& words, const Words&, Function f) {
+  INLINE void decode(const Decoder& decoder, const DecoderWords& words, const DecoderWords&, Function f) {
     decoder.decode(words, f);
   }
 };
@@ -265,10 +271,11 @@ template <class Decoder>
 struct UnitCells<Decoder, true> {
   TwoPairs next;
 
-  INLINE UnitCells(const Decoder& decoder, const Words& words) : next(decoder.pairs(words, 0)) {}
+  INLINE UnitCells(const Decoder& decoder, const DecoderWords& words) : next(decoder.pairs(words, 0)) {}
 
   template <class Function>
-  INLINE void decode(const Decoder& decoder, const Words& words, const Words& following, Function f) {
+  INLINE void decode(
+      const Decoder& decoder, const DecoderWords& words, const DecoderWords& following, Function f) {
 #pragma GCC unroll 8
     for (int step = 0; step < Decoder::STEPS; step++) {
       TwoPairs pairs = next;
@@ -294,20 +301,21 @@ NOINLINE void multiply_units(
   // arrive too slowly for that: pending lines would delay the loads of this block. (Measured on Zen 4.)
   constexpr int LEVEL = Decoder::IS_PACKED && M <= 4 ? 3 : 2;
   // Prefetches are spread over a unit, because several prefetches at a time would delay loads.
-  constexpr int CELLS_OF_LINE = Decoder::CELLS * 64 / (LANES * UNIT_BYTES);
+  constexpr int CELLS_OF_LINE = Decoder::CELLS * 64 / (LANES * DECODER_BYTES);
   Position at(strip, panel);
   int64_t stride = strip.matrix->values.row_bytes;
   const uint8_t* from = strip.first_unit();
-  const uint8_t* end = from + strip.num_units() * UNIT_BYTES;
+  const uint8_t* end = from + strip.num_units() * DECODER_BYTES;
   auto load_next = [&] {
     Unit unit;
     unit.load<IS_AHEAD>(from, stride);
-    from += UNIT_BYTES;
-    return Decoder::transpose(unit);
+    DecoderWords words = add_words<Decoder::WORDS>(Decoder::transpose(unit), from, stride, LANES);
+    from += DECODER_BYTES;
+    return words;
   };
   Cell* tile = strip.tile;
   const char* next_line = strip.next_line;
-  Words words, following = load_next();
+  DecoderWords words, following = load_next();
   UnitCells<Decoder, IS_AHEAD> cells(decoder, following);
   for (int i = strip.first; i < strip.last; i++) {
     Sums<M, Cells::Sum> sums;
@@ -322,7 +330,7 @@ NOINLINE void multiply_units(
         sums.add(w, at.x + cell * M);
       };
       cells.decode(decoder, words, following, add);
-      next_line += LANES * UNIT_BYTES;
+      next_line += LANES * DECODER_BYTES;
       at.x += Decoder::CELLS * M;
       if (KEEPS) tile += Decoder::CELLS * LANES;
     }
