@@ -1,6 +1,7 @@
 """GGUF files of one model in several formats."""
 
 import ctypes
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,12 @@ def source_file(path: Path | None = None) -> Path:
     return path
 
 
+@functools.cache  # llama.cpp may call the function as long as the process exists
+def _ignore_log(llama: Any) -> Any:
+    """Return a function that ignores the messages of llama.cpp."""
+    return llama.llama_log_callback(lambda level, text, data: None)
+
+
 def gguf_file(name: str, source: Path, folder: Path) -> Path:
     """Return the file of the model in a format; write it if it is missing.
 
@@ -49,8 +56,7 @@ def gguf_file(name: str, source: Path, folder: Path) -> Path:
     if path.is_file():
         return path
     llama: Any = import_peer("llama_cpp", "llama-cpp-python")
-    log = llama.llama_log_callback(lambda level, text, data: None)
-    llama.llama_log_set(log, ctypes.c_void_p())
+    llama.llama_log_set(_ignore_log(llama), ctypes.c_void_p())
     parameters = llama.llama_model_quantize_default_params()
     parameters.ftype = FORMATS[name]
     parameters.allow_requantize = True
