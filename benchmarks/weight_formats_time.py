@@ -161,6 +161,8 @@ def measure(
             print(f"{name}: no time left")
             continue
         format = FORMATS[name]
+        if jax.default_backend() != "cpu":
+            format = format.widened  # as in models that are loaded there
         arrays = random_weight(format, size, rng)
         weights = [as_weight(arrays, format, backend) for _ in range(num_weights)]
         stored = format.num_bytes((size, size))

@@ -32,8 +32,8 @@ from jax import lax
 
 from paged_jax.formatting import short_repr
 
-# `PACKED_INPUTS` consecutive inputs are packed together. Their low 4 bits take `PACKED_BYTES`
-# bytes.
+# Packed values are stored in blocks of `PACKED_INPUTS` inputs. A block starts with `PACKED_BYTES`
+# bytes, which contain the low 4 bits.
 PACKED_INPUTS = 32
 PACKED_BYTES = PACKED_INPUTS // 2
 
@@ -74,7 +74,7 @@ _INTEGER_FACTORS = {
 }  # fmt: skip
 # Codes whose numbers are consecutive integers.
 _CONSECUTIVE = ("int4", "uint4", "int5", "uint5")
-# Codes that only CPUs have kernels for. Elsewhere, int8 replaces them.
+# Codes with kernels only for CPUs. On other platforms, loading stores these values as int8.
 _CODES_OF_CPUS = ("int5", "uint5")
 
 
@@ -428,12 +428,13 @@ def common_format(formats: Iterable[WeightFormat], num_inputs: int) -> WeightFor
 
 
 def _common_code(codes: set[str], group_size: int) -> str:
-    """Return the smallest signed code that represents the integers of several codes.
-
-    The kernels for int5 need groups of whole blocks of packed inputs.
-    """
-    has_5_bits = group_size % PACKED_INPUTS == 0 and not codes & {"int8", "iq4", "uint5"}
-    return "int5" if has_5_bits else "int8"
+    """Return the smallest code that represents the integers of several codes."""
+    if group_size % PACKED_INPUTS == 0:  # the kernels for int5 and uint5 require this
+        if codes <= {"uint4", "uint5"}:
+            return "uint5"
+        if not codes & {"int8", "iq4", "uint5"}:
+            return "int5"
+    return "int8"
 
 
 def _integers(values: Any, code: str) -> Any:

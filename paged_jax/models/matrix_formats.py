@@ -197,6 +197,12 @@ class MatrixFormats:
         return self.default.is_quantised or any(each.is_quantised for _, each in self.others)
 
     @property
+    def has_5_bits(self) -> bool:
+        """Whether any matrix has values of 5 bits."""
+        formats = (self.default, *(each for _, each in self.others))
+        return any(each != each.widened for each in formats)
+
+    @property
     def codes(self) -> tuple[str, ...]:
         """Codes of all formats, each listed once."""
         return tuple(dict.fromkeys([self.default.code, *(each.code for _, each in self.others)]))
@@ -228,12 +234,6 @@ class MatrixFormats:
         """Return these formats without interleaved rows."""
         others = ((name, each.in_order) for name, each in self.others)
         return MatrixFormats(self.default, tuple(x for x in others if x[1] != self.default))
-
-    def widened(self) -> "MatrixFormats":
-        """Return these formats with int8 instead of codes that only CPUs have kernels for."""
-        others = ((name, each.widened) for name, each in self.others)
-        default = self.default.widened
-        return MatrixFormats(default, tuple(x for x in others if x[1] != default))
 
     def with_floats(self, dtype: DTypeLike) -> "MatrixFormats":
         """Return these formats, but with `dtype` for the matrices that are not quantised."""

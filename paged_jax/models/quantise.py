@@ -43,6 +43,7 @@ from paged_jax.kernels.weight_formats import (
     PACKED_INPUTS,
     WeightArrays,
     WeightFormat,
+    convert,
     dequantise,
     num_bits,
     pack,
@@ -134,8 +135,8 @@ _compiled = jax.jit(_quantise, static_argnames="format")
 def _pack(values: Any, format: WeightFormat) -> Any:
     """Pack values if the format packs them, with the same result as `weight_formats.pack`.
 
-    For 4-bit values, a sum is used instead of the operations of `pack`. XLA's CPU backend would
-    fuse those with the search for scales, and then compute the search several times.
+    4-bit values are packed with a sum. XLA's CPU backend would fuse the shifts of `pack` with the
+    search for scales, and compute the search several times.
     """
     if not format.is_packed:
         return values
@@ -175,10 +176,13 @@ def change_format(
 ) -> WeightArrays:
     """Convert a quantised matrix to another format by dequantising and quantising it.
 
-    If `is_stacked` is True, the first dimension of the arrays is the layer.
+    Values of 5 bits become int8 without rounding. If `is_stacked` is True, the first dimension of
+    the arrays is the layer.
     """
 
     def change(arrays: WeightArrays) -> WeightArrays:
+        if target == source.widened:
+            return convert(arrays, source, target)
         w = dequantise(arrays, source.code)
         if target.is_quantised:
             return quantise(w, target)

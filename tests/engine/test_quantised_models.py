@@ -23,6 +23,7 @@ from paged_jax.kernels.cpu.library import LoadedKernel
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, dequantise
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
+from paged_jax.models.loading import orbax
 from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
 from paged_jax.models.loading.parameters import ModelSpec, WeightsError, named_arrays
 from paged_jax.models.loading.pretrained import from_pretrained, read_config, read_formats
@@ -62,7 +63,7 @@ MIXTURES = {
         "preemption": "swap",
     },
 }
-# A format of each code, with and without minima, an order, and drafts.
+# Formats of most codes, with and without minima, an order, and drafts.
 QUICK = ("awq-gemm", "fp8-tensor", "gguf-q4_0", "gptq-v1-actorder", "mlx-q8")
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ENGINES]
 SIZES = {"block_size": 4, "num_blocks": 22, "max_num_seqs": 4, "max_chunk": 16, "max_model_len": 64}
@@ -260,7 +261,7 @@ _ON_TWO_DEVICES = """
 
     for name in (
         "gguf-q4_0", "gptq-v1-actorder", "ct-w4a16-group-asym", "fp8-block", "ct-nvfp4a16",
-        "bnb-int8",
+        "bnb-int8", "gguf-k-quants",
     ):
         path = path_of(data_dir, name)
         with warnings.catch_warnings(record=True) as caught:
@@ -271,12 +272,12 @@ _ON_TWO_DEVICES = """
             assert "reordered inputs cannot be divided over 2 devices" in str(each.message)
         held = [max(shard.data.nbytes for shard in x.addressable_shards) for x in divided.weights]
         assert sum(held) < 0.8 * sum(x.nbytes for x in divided.weights)
-        if name in ("fp8-block", "ct-nvfp4a16", "bnb-int8"):
-            # The engine of `MIXTURE` below has their formats.
+        if name in ("fp8-block", "ct-nvfp4a16", "bnb-int8", "gguf-k-quants"):
+            # The engine of `MIXTURE` below has their formats, or int8 as in other checkpoints.
             arrays = named_arrays(divided.model)
             exact = named_arrays(load(name, dequantise=True, scan_layers=False))
             for kind in ("o_proj", "down_proj"):
-                matrix = f"layers.1.{kind}"
+                matrix = f"layers.{divided.config.num_hidden_layers - 1}.{kind}"
                 got = as_floats(arrays, matrix, divided.model.formats[matrix])
                 np.testing.assert_allclose(got, exact[matrix], rtol=1e-6, atol=1e-7)
             continue
@@ -380,6 +381,25 @@ def test_checkpoints_keep_the_formats(data_dir, tmp_path, name, stacked) -> None
     expected = named_arrays(load(data_dir, name, scan_layers=stacked, dequantise=True))
     for key, array in named_arrays(wide).items():
         np.testing.assert_allclose(array, expected[key], rtol=1e-6, atol=1e-7, err_msg=key)
+
+
+def test_checkpoints_with_5_bits_become_int8_where_only_cpus_have_kernels(
+    data_dir, tmp_path, monkeypatch
+) -> None:
+    """Widening keeps all elements, and layers with equal formats stay stacked."""
+    model = load(data_dir, "gguf-k-quants", scan_layers=True)
+    assert model.formats["layers.o_proj"].code == "uint5"
+    save_checkpoint(model, tmp_path)
+    monkeypatch.setattr(orbax, "keeps_5_bits", lambda platform, num_devices: False)
+    wide = load_checkpoint(Llama, tmp_path, model.config, scan_layers=True)
+    assert not wide.formats.has_5_bits and wide.formats.differing == ()
+    assert wide.formats["layers.o_proj"] == model.formats["layers.o_proj"].widened
+    expected, got = named_arrays(model), named_arrays(wide)
+    for kind in KINDS[:4]:
+        name = f"layers.{kind}"
+        np.testing.assert_array_equal(
+            as_floats(got, name, wide.formats[name]), as_floats(expected, name, model.formats[name])
+        )
 
 
 def test_checkpoint_with_damaged_formats_is_refused(data_dir, tmp_path) -> None:

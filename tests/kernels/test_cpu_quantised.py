@@ -232,8 +232,10 @@ def test_grouped_linear_does_not_depend_on_other_rows(code, dtype) -> None:
     assert np.abs(got).max() > 1
 
 
-def test_linear_leaves_groups_of_two_4_bit_values_to_xla() -> None:
-    case = "int4", (32, 2), "float32", None, False, 5, "float32"
+@pytest.mark.parametrize(("code", "group_size"), [("int4", 2), ("int5", 16)])
+def test_linear_leaves_incomplete_groups_of_packed_values_to_xla(code, group_size) -> None:
+    """The kernels would read bytes past the end of the last row."""
+    case = code, (32, group_size), "float32", None, False, 5, "float32"
     w, exact, x = problem(case, 3)
     assert "custom_call" not in LINEAR.lower(x, w).as_text()
     np.testing.assert_allclose(LINEAR(x, w), x @ exact.T, rtol=1e-4, atol=1e-3)
@@ -310,7 +312,7 @@ def test_int8_inputs_of_any_size(code) -> None:
 
 
 @needs_vnni
-@pytest.mark.parametrize("code", ["nf4", "fp4", "float8_e4m3fn"])
+@pytest.mark.parametrize("code", ["nf4", "fp4", "iq4", "float8_e4m3fn"])
 def test_inputs_of_other_codes_are_not_rounded_to_int8(code) -> None:
     w, _, x = problem((code, (64, 32), "float32", None, False, 16, "bfloat16"), 3)
     np.testing.assert_array_equal(LINEAR_INT8(x, w), LINEAR(x, w))
@@ -446,6 +448,7 @@ int main() {
         ("int8", BF16),
         ("float8_e4m3fn", F32),
         pytest.param("packed4", S8, marks=needs_vnni),
+        pytest.param("packed5", S8, marks=needs_vnni),
         pytest.param("int8", S8, marks=needs_vnni),
     ],
     ids=str,

@@ -134,7 +134,8 @@ def test_common_format_has_5_bits_if_all_integers_fit() -> None:
         return None if format is None else (format.code, format.group_size)
 
     assert common_code("q4_0", "q4_1") == common_code("q5_0", "mxfp4") == ("int5", 32)
-    assert common_code("q5_0", "q5_1") == common_code("q4_1", "q5_1") == ("int8", 32)
+    assert common_code("q4_1", "q5_1") == ("uint5", 32)
+    assert common_code("q5_0", "q5_1") == common_code("iq4_nl", "q4_1") == ("int8", 32)
     assert common_code("q5_0", "q8_0") == ("int8", 32)
     assert common_code("q4_0", "nvfp4") == ("int8", 16)  # the kernels need groups of 32
 

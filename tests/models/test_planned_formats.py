@@ -70,8 +70,7 @@ def test_only_a_single_cpu_keeps_values_of_5_bits(data_dir) -> None:
             assert codes == ["int5", "int8"]
             assert [each["layers.o_proj"].code for each in (formats, wide)] == ["uint5", "int8"]
         models = [
-            load_weights(Llama, path, config, formats=each, **options)
-            for each in (formats, formats.widened())
+            load_weights(Llama, path, config, formats=each, **options) for each in (formats, wide)
         ]
     for layers in zip(*(model.layers for model in models), strict=True):
         for kind in ("qkv_proj", "o_proj"):

@@ -70,6 +70,23 @@ def test_save_pretrained_and_load_give_the_same_model(dtype, is_stacked, tmp_pat
     assert (targets == [["Linear"]]) if dtype != "int4-symmetric" else (down in targets)
 
 
+def test_save_pretrained_writes_values_of_5_bits_as_int8(tmp_path) -> None:
+    random_llama(CONFIG).save_pretrained(tmp_path / "floats")
+    int5 = WeightFormat("int5", 32, "float16")
+    floats = WeightFormat("float32")
+    others = {"layers.down_proj": floats, "embed_tokens": floats, "lm_head": floats}
+    formats = MatrixFormats(int5, tuple(sorted(others.items())))
+    model = load_weights(Llama, tmp_path / "floats", CONFIG, formats=formats)
+    model.save_pretrained(tmp_path / "saved")
+    loaded = Llama.from_pretrained(tmp_path / "saved", scan_layers=False)
+    arrays, saved = named_arrays(model), named_arrays(loaded)
+    for name in ("layers.0.qkv_proj", "layers.1.gate_up_proj"):
+        pairs = [WeightArrays(each[name], each[f"{name}_scale"]) for each in (arrays, saved)]
+        assert loaded.formats[name].code == "int8"
+        assert pairs[0].values.nbytes * 8 == pairs[1].values.nbytes * 5
+        np.testing.assert_array_equal(dequantise(pairs[0], "int5"), dequantise(pairs[1], "int8"))
+
+
 @pytest.mark.parametrize("name", REPRESENTABLE)
 def test_save_pretrained_keeps_the_formats_of_other_tools(name, data_dir, tmp_path) -> None:
     model = Llama.from_pretrained(data_dir / "quantised" / name, scan_layers=False)

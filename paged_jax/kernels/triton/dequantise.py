@@ -12,7 +12,7 @@ of the matmul represents exactly:
   plus the bits.
 - ``e2m1``: the same, but the low byte is 64 plus twice the number. The instruction ``prmt`` looks
   up this byte in a table of 16 bytes.
-- ``nf4`` and ``fp4``: ``prmt`` looks up the low byte and the high byte of the number.
+- ``nf4``, ``fp4`` and ``iq4``: ``prmt`` looks up the low byte and the high byte of the number.
 
 The second step multiplies the number by the scale and adds the minimum. Both are rounded to the
 dtype of the matmul. 8-bit values are multiplied by the scale and added to the minimum in float32,
@@ -115,7 +115,7 @@ def refusal(format: WeightFormat, num_inputs: int, dtype: Any) -> str | None:
     if jnp.dtype(dtype).name not in DTYPES:
         return f"the dtype of the matmul must be {' or '.join(DTYPES)}, got {jnp.dtype(dtype)}"
     if format != format.widened:
-        return f"only kernels for CPUs read the code {format.code}"
+        return f"only kernels for CPUs support the code {format.code}"
     size = format.group_size or num_inputs
     if size % SMALLEST_GROUP:
         return f"groups must have a multiple of {SMALLEST_GROUP} inputs, got {size}"

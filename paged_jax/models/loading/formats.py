@@ -7,19 +7,23 @@ number of devices over which the model is divided.
 import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping
+from typing import Any
 
+import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.linear import reads_interleaved_rows
+from paged_jax.kernels.linear import reads_interleaved_rows, reads_stacked_weights
 from paged_jax.kernels.weight_formats import (
     PACKED_INPUTS,
     WeightFormat,
     common_format,
     divide_groups,
 )
+from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.parameters import ModelSpec
 from paged_jax.models.loading.stored_tensors import StoredTensor, TensorMapping
+from paged_jax.models.matrices import Sharding
 from paged_jax.models.matrix_formats import DTYPE_FORMATS, MatrixFormats, fits, is_matrix, name_of
 from paged_jax.models.tensor_parallel import divides_inputs
 
@@ -78,6 +82,28 @@ def fit_format(format: WeightFormat, num_inputs: int, num_parts: int) -> WeightF
     return format
 
 
+def find_devices(config: LlamaConfig, sharding: Sharding) -> set[Any]:
+    """Return the devices that a sharding places the embeddings on; the default device for None."""
+    if callable(sharding):
+        sharding = sharding("embed_tokens", (config.vocab_size, config.hidden_size))
+    # Unlike `jnp.zeros`, this compiles nothing.
+    placement = sharding or jax.device_put(np.zeros(())).sharding
+    return placement.device_set
+
+
+def keeps_5_bits(platform: str, num_devices: int) -> bool:
+    """Return whether loading keeps values of 5 bits. If not, it converts them to int8.
+
+    Only the C++ kernels for CPUs read such values, and not in programs for several devices.
+    """
+    return num_devices == 1 and reads_stacked_weights(platform)
+
+
+def widen(formats: MatrixFormats, names: Iterable[str]) -> MatrixFormats:
+    """Return the formats of the parameters `names`, with int8 instead of values of 5 bits."""
+    return MatrixFormats.create({name: formats[name].widened for name in names if is_matrix(name)})
+
+
 def have_same_order(tensors: Iterable[StoredTensor]) -> bool:
     """Return whether quantised tensors have their inputs in the same order."""
     first, *others = (tensor.read_arrays(slice(0, 1)).order for tensor in tensors)
@@ -91,6 +117,7 @@ def choose_formats(
     mappings: Mapping[str, list[TensorMapping]],
     *,
     dequantise: bool,
+    has_5_bits: bool,
     num_devices: int | None = None,
 ) -> MatrixFormats:
     """Choose the storage format of each matrix of a model that is read from files.
@@ -106,6 +133,7 @@ def choose_formats(
       stored: tensors of the files by name.
       mappings: for each parameter of the model with separate layers, its mappings to the tensors.
       dequantise: whether to convert all quantised matrices to floats.
+      has_5_bits: result of `keeps_5_bits`.
       num_devices: number of devices over which the model is divided; None to derive it from the
         placement in `spec`.
     """
@@ -122,6 +150,7 @@ def choose_formats(
         if is_kept and any(is_quantised(stored[each.tensor]) for each in mappings[name]):
             format = find_format(stored, mappings[name], shape[-1])
         if isinstance(format, WeightFormat) and format.is_quantised:
+            format = format if has_5_bits else format.widened
             if num_devices is None:
                 num_parts = _num_parts(spec, name, shape)
             else:
@@ -141,11 +170,6 @@ def choose_formats(
             stacklevel=3,
         )
     return MatrixFormats.create(formats)
-
-
-def fit_platform(formats: MatrixFormats, platform: str, num_devices: int) -> MatrixFormats:
-    """Return the formats, with int8 instead of codes that the platform has no kernels for."""
-    return formats if platform == "cpu" and num_devices == 1 else formats.widened()
 
 
 def _num_parts(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> int:

@@ -19,8 +19,8 @@ numbers are little-endian. ``u`` is an unsigned value of 2 to 6 bits, ``q`` is a
     IQ4_XS d, 6 bytes of sc, 128 bytes                           iq4[u] * (d * sc)
     MXFP4  e, 16 bytes                                           e2m1[u] * 2 ** (e - 127)
 
-Where a block has 16 bytes, the low 4 bits of byte i belong to value i of the block, and the high 4
-bits to value i + 16, as in `weight_formats`.
+In types with 16 bytes, and in IQ4_XS, each 16 bytes hold 32 values, as in `weight_formats`: the low
+4 bits of byte i are value i, the high 4 bits value i + 16.
 """
 
 import dataclasses
@@ -284,11 +284,11 @@ def _packed_fives(low: np.ndarray, fifth: np.ndarray) -> np.ndarray:
 
     Args:
       low: the low 4 bits of each block, uint8 ``[..., 16]``, which are already in this order.
-      fifth: the fifth bits of each block, uint8 ``[..., 4]``. Bit i is that of value i. With
-        ``i = 16 * half + 4 * word + byte``, it becomes bit ``4 * half + word`` of a byte.
+      fifth: the fifth bits of each block, uint8 ``[..., 4]``. Bit i belongs to value i.
     """
     bits = np.ascontiguousarray(fifth).view("<u4")
-    # Transpose the 4 x 4 bits (word, byte) of each half: first within blocks of 2 x 2, then these.
+    # Bit 16 half + 4 word + byte becomes bit 4 half + word of a byte. First transpose the 4 x 4
+    # bits of each half: within blocks of 2 x 2 bits, and then the blocks.
     for shift, mask in ((3, 0x0A0A0A0A), (6, 0x00CC00CC)):
         swapped = (bits ^ bits >> shift) & mask
         bits = bits ^ swapped ^ swapped << shift

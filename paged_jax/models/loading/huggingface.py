@@ -16,7 +16,12 @@ from safetensors.numpy import save_file
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.gguf_file import GgufFile, is_gguf
-from paged_jax.models.loading.formats import choose_formats, fit_platform, interleave_rows
+from paged_jax.models.loading.formats import (
+    choose_formats,
+    find_devices,
+    interleave_rows,
+    keeps_5_bits,
+)
 from paged_jax.models.loading.gguf_tensors import find_gguf_tensors
 from paged_jax.models.loading.parameters import (
     Model,
@@ -98,9 +103,10 @@ def load_weights(
     dtype = resolve_dtype("load_weights", dtype, config)
     wide, stored, mappings = _open(model_class, folder, config, dtype, sharding)
     if formats is None:
-        formats = choose_formats(wide, dtype, stored, mappings, dequantise=dequantise)
         devices = find_devices(config, sharding)
-        formats = fit_platform(formats, next(iter(devices)).platform, len(devices))
+        has_5_bits = keeps_5_bits(next(iter(devices)).platform, len(devices))
+        options: Any = {"dequantise": dequantise, "has_5_bits": has_5_bits}
+        formats = choose_formats(wide, dtype, stored, mappings, **options)
     shapes = wide.separate_shapes()
     if interleave:
         assert sharding is None, "only whole matrices can be interleaved"
@@ -149,29 +155,20 @@ def _build(
     return spec.build(make)
 
 
-def find_devices(config: LlamaConfig, sharding: Sharding) -> set[Any]:
-    """Return the devices that a sharding places the embeddings on; the default device for None."""
-    if callable(sharding):
-        sharding = sharding("embed_tokens", (config.vocab_size, config.hidden_size))
-    # Unlike `jnp.zeros`, this compiles nothing.
-    placement = sharding or jax.device_put(np.zeros(())).sharding
-    return placement.device_set
-
-
 def find_formats(
     model_class: Callable[..., Model],
     folder: str | Path,
     config: LlamaConfig,
     *,
+    platform: str,
+    num_devices: int,
     dtype: DTypeLike = "auto",
     dequantise: bool = False,
-    num_devices: int = 1,
-    platform: str | None = None,
 ) -> MatrixFormats:
     """Return the formats that `load_weights` would choose for the matrices of a model.
 
     `num_devices` is the number of devices over which the model will be divided, and `platform` is
-    their platform, by default that of this machine. The other arguments are as in `load_weights`.
+    their platform. The other arguments are as in `load_weights`.
 
     Raises:
       WeightsError: see `load_weights`.
@@ -179,8 +176,8 @@ def find_formats(
     dtype = resolve_dtype("load_weights", dtype, config)
     spec, stored, mappings = _open(model_class, folder, config, dtype)
     options: Any = {"dequantise": dequantise, "num_devices": num_devices}
-    formats = choose_formats(spec, dtype, stored, mappings, **options)
-    return fit_platform(formats, platform or jax.default_backend(), num_devices)
+    options["has_5_bits"] = keeps_5_bits(platform, num_devices)
+    return choose_formats(spec, dtype, stored, mappings, **options)
 
 
 def _open(

@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.loading.formats import find_devices, keeps_5_bits, widen
 from paged_jax.models.loading.parameters import (
     Model,
     ModelSpec,
@@ -119,7 +120,10 @@ def load_checkpoint(
     _check_shapes(stored, {name: x.shape for name, x in saved.parameters().items()})
 
     if formats is None:
-        formats = find_saved_formats(path, config, dtype=dtype, dequantise=dequantise)
+        devices = find_devices(config, sharding)
+        options: Any = {"platform": next(iter(devices)).platform, "num_devices": len(devices)}
+        options |= {"dtype": dtype, "dequantise": dequantise}
+        formats = find_saved_formats(path, config, **options)
     spec = ModelSpec(model_class, config, floats, scan_layers, sharding, formats)
     # If the format of a matrix changes, it is first restored in the saved format, and then
     # converted. Matrices can only be stacked if they have the same format in all layers. If this
@@ -159,15 +163,28 @@ def _counted(
 
 
 def find_saved_formats(
-    path: str | Path, config: LlamaConfig, *, dtype: DTypeLike = "auto", dequantise: bool = False
+    path: str | Path,
+    config: LlamaConfig,
+    *,
+    platform: str,
+    num_devices: int,
+    dtype: DTypeLike = "auto",
+    dequantise: bool = False,
 ) -> MatrixFormats:
-    """Return the formats that `load_checkpoint` would choose for the matrices of a checkpoint."""
+    """Return the formats that `load_checkpoint` would choose for the matrices of a checkpoint.
+
+    `num_devices` is the number of devices over which the model will be divided, and `platform` is
+    their platform. The other arguments are as in `load_checkpoint`.
+    """
     dtype = resolve_dtype("load_checkpoint", dtype, config)
     if dtype in DTYPE_FORMATS:
         return MatrixFormats.of_dtype(dtype, config)
     if dequantise:
         return MatrixFormats(WeightFormat(dtype))
-    return _read_formats(Path(path), config).with_floats(dtype)
+    formats = _read_formats(Path(path), config).with_floats(dtype)
+    if keeps_5_bits(platform, num_devices) or not formats.has_5_bits:
+        return formats
+    return widen(formats, _stored_shapes(Path(path)))
 
 
 def _read_formats(path: Path, config: LlamaConfig) -> MatrixFormats:

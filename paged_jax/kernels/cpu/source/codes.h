@@ -334,14 +334,16 @@ struct PackedDecoder<Singles, BITS> {
 };
 
 #if defined(__AVX512BW__)
-// Returns the values of word `i` and half `half` of a unit, one in each byte. Bits from BITS on are arbitrary.
+// Returns the values of word `i` and half `half` of a unit, one in each byte. Bits above the lowest BITS are
+// undefined.
 template <int BITS>
 INLINE Bytes value_bytes(const WordsOf<BITS>& words, int half, int i) {
   Bytes low = _mm512_srli_epi16((Bytes)words.each[i], 4 * half);
   if constexpr (BITS == 4) return low;
   Bytes fifth = (Bytes)words.each[BITS - 1];
   fifth = half ? _mm512_srli_epi16(fifth, i) : _mm512_slli_epi16(fifth, 4 - i);
-  return _mm512_ternarylogic_epi64(_mm512_set1_epi8(15), low, fifth, 0xca);  // 4 bits of `low`, others of `fifth`
+  // Take four bits from `low`, and the others from `fifth`.
+  return _mm512_ternarylogic_epi64(_mm512_set1_epi8(15), low, fifth, 0xca);
 }
 #endif
 
@@ -355,8 +357,8 @@ struct PackedDecoder<Pairs, BITS> {
   static int input(int cell, int which) {
     return cell / 8 * 16 + cell % 8 / 2 * 4 + 2 * which + cell % 2;
   }
-  // The numbers of all values. The table of 4-bit values is there twice: an index has five bits, and the fifth
-  // bit belongs to the next value.
+  // Table of 32 numbers, because a look-up uses five bits. With 4-bit values, the fifth bit belongs to another
+  // value, so the table contains the 16 numbers twice.
   Bytes numbers;
 
   explicit PackedDecoder(const float* table) {
@@ -423,11 +425,12 @@ struct PackedDecoder<Quads, BITS> {
   static constexpr int CELLS = INPUTS / 4;
   static constexpr int WORDS = BITS;
   static constexpr bool IS_PACKED = true;
-  // The numbers of 4-bit codes are multiples of 1/2. The numbers of other codes are consecutive integers.
+  // The numbers of int4, uint4 and E2M1 are multiples of 1/2. The kernel is not used for other 4-bit codes.
+  // The numbers of 5-bit codes are consecutive integers.
   static constexpr int OFFSET = BITS == 4 ? 16 : 32;
   static constexpr float STEP = BITS == 4 ? 0.5f : 1;
   static int input(int cell, int which) { return 4 * cell + which; }
-  Bytes integers;  // of all 4-bit values; else of value 0, in each byte
+  Bytes integers;  // 4 bits: the integers of the 16 values; 5 bits: the integer of value 0 in each byte
 
   explicit PackedDecoder(const float* table) {
     uint8_t bytes[64];

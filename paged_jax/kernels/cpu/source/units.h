@@ -1,4 +1,4 @@
-// Units of weights: 16 or more bytes of each of LANES weight rows, and their transposition.
+// Units of weights: 16 or 20 bytes of each of LANES weight rows, and their transposition.
 #pragma once
 
 #include "vectors.h"
@@ -101,8 +101,8 @@ inline Unit load_unit(const ByteRows& rows, int64_t row, int num_rows, int64_t o
   return unit;
 }
 
-// Returns the words of a transposed unit, and those after the unit if COUNT is larger. The unit starts at `from`
-// in the first of `num_rows` rows, which are `stride` bytes apart. Words of other rows are zeros.
+// Adds the fifth word of each row if COUNT is 5; otherwise returns `words`. The unit starts at `from` in the
+// first row. Rows are `stride` bytes apart. Rows from `num_rows` on are zeros.
 template <int COUNT>
 inline WordsOf<COUNT> add_words(const Words& words, const uint8_t* from, int64_t stride, int num_rows) {
   if constexpr (COUNT == UNIT_WORDS) {

@@ -219,7 +219,8 @@ struct Sums<0, Sum> {
   INLINE void add_to(float*, Floats, const Rounding*, const float*, const float*) const {}
 };
 
-// Loads bytes `offset` to `offset + valid` of the rows of a strip as a unit, and transposes it.
+// Loads the unit that starts at byte `offset` of the rows of a strip, and transposes it. Bytes from `valid` on
+// are zeros. Units of 20 bytes must be complete, which `_quantised_refusal` in Python checks.
 inline DecoderWords load_words(const Strip& strip, int64_t offset, int valid) {
   const ByteRows& values = strip.matrix->values;
   Unit unit = load_unit(values, strip.row, strip.num_rows, offset, smaller(valid, UNIT_BYTES));
@@ -248,8 +249,8 @@ void convert_units(const Decoder& decoder, const Strip& strip) {
 }
 
 // Whether units are converted one step ahead of the additions, which would otherwise wait for the conversion.
-// With 16 rows of x, the additions of a step hide the conversion of 4-bit values, and there are too few
-// registers for both. With one row, reading 4-bit values from memory takes longer than either of them.
+// With 16 rows of x, the additions of a step hide the conversion of packed values, and there are too few
+// registers for both. With one row, reading packed values from memory takes longer than either of them.
 template <int M, bool KEEPS>
 constexpr bool CONVERTS_AHEAD =
     Cells::INPUTS == 2 && !KEEPS && (!Decoder::IS_PACKED || (M > 1 && M <= 12));
