@@ -192,25 +192,28 @@ class MatrixFormats:
         return tuple(sorted(kinds))
 
     @property
+    def all_formats(self) -> tuple[WeightFormat, ...]:
+        """The default and the formats in `others`."""
+        return self.default, *(each for _, each in self.others)
+
+    @property
     def is_quantised(self) -> bool:
         """Whether any matrix may be quantised."""
-        return self.default.is_quantised or any(each.is_quantised for _, each in self.others)
+        return any(each.is_quantised for each in self.all_formats)
 
     @property
     def has_5_bits(self) -> bool:
         """Whether any matrix has values of 5 bits."""
-        formats = (self.default, *(each for _, each in self.others))
-        return any(each != each.widened for each in formats)
+        return any(each != each.widened for each in self.all_formats)
 
     @property
     def codes(self) -> tuple[str, ...]:
         """Codes of all formats, each listed once."""
-        return tuple(dict.fromkeys([self.default.code, *(each.code for _, each in self.others)]))
+        return tuple(dict.fromkeys(each.code for each in self.all_formats))
 
     def __str__(self) -> str:
         """Return the name of the first quantised format, or of the default if none is quantised."""
-        formats = [self.default, *(each for _, each in self.others)]
-        quantised = [each for each in formats if each.is_quantised]
+        quantised = [each for each in self.all_formats if each.is_quantised]
         format = quantised[0] if quantised else self.default
         code, size = format.code, format.group_size
         return _E2M1_NAMES.get(size or 0, code) if code == "e2m1" else _NAMES.get(code, code)

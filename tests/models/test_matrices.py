@@ -134,7 +134,7 @@ def test_load_weights_quantises_to_each_dtype(saved, dtype) -> None:
     assert config.tie_word_embeddings or not model.formats["embed_tokens"].is_quantised
     num_bytes = sum(x.nbytes for x in parameters(model).values())
     assert weight_bytes(config, config.dtype, formats=model.formats) == num_bytes
-    place = {"platform": "cpu", "num_devices": 1}
+    place = {"has_5_bits": True, "num_devices": 1}
     assert find_formats(Llama, folder, config, dtype=dtype, **place) == model.formats
     assert MatrixFormats.of_dtype(dtype, config) == model.formats
 

@@ -91,6 +91,12 @@ def find_devices(config: LlamaConfig, sharding: Sharding) -> set[Any]:
     return placement.device_set
 
 
+def can_keep_5_bits(config: LlamaConfig, sharding: Sharding) -> bool:
+    """Return the result of `keeps_5_bits` for the devices of a sharding, see `find_devices`."""
+    devices = find_devices(config, sharding)
+    return keeps_5_bits(next(iter(devices)).platform, len(devices))
+
+
 def keeps_5_bits(platform: str, num_devices: int) -> bool:
     """Return whether loading keeps values of 5 bits. If not, it converts them to int8.
 

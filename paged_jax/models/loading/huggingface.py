@@ -16,12 +16,7 @@ from safetensors.numpy import save_file
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.gguf_file import GgufFile, is_gguf
-from paged_jax.models.loading.formats import (
-    choose_formats,
-    find_devices,
-    interleave_rows,
-    keeps_5_bits,
-)
+from paged_jax.models.loading.formats import can_keep_5_bits, choose_formats, interleave_rows
 from paged_jax.models.loading.gguf_tensors import find_gguf_tensors
 from paged_jax.models.loading.parameters import (
     Model,
@@ -76,7 +71,7 @@ def load_weights(
     """Load a model from a folder with safetensors files, or from a GGUF file.
 
     For each device, only its part of each parameter is read from the files. In addition to the
-    loaded weights, the host needs memory for one parameter only.
+    loaded weights, the host needs memory for a single parameter.
 
     Args:
       model_class: class of the model, such as `Llama`.
@@ -103,8 +98,7 @@ def load_weights(
     dtype = resolve_dtype("load_weights", dtype, config)
     wide, stored, mappings = _open(model_class, folder, config, dtype, sharding)
     if formats is None:
-        devices = find_devices(config, sharding)
-        has_5_bits = keeps_5_bits(next(iter(devices)).platform, len(devices))
+        has_5_bits = can_keep_5_bits(config, sharding)
         options: Any = {"dequantise": dequantise, "has_5_bits": has_5_bits}
         formats = choose_formats(wide, dtype, stored, mappings, **options)
     shapes = wide.separate_shapes()
@@ -160,15 +154,15 @@ def find_formats(
     folder: str | Path,
     config: LlamaConfig,
     *,
-    platform: str,
+    has_5_bits: bool,
     num_devices: int,
     dtype: DTypeLike = "auto",
     dequantise: bool = False,
 ) -> MatrixFormats:
     """Return the formats that `load_weights` would choose for the matrices of a model.
 
-    `num_devices` is the number of devices over which the model will be divided, and `platform` is
-    their platform. The other arguments are as in `load_weights`.
+    `has_5_bits` is the result of `keeps_5_bits`. `num_devices` is the number of devices over which
+    the model will be divided. The other arguments are as in `load_weights`.
 
     Raises:
       WeightsError: see `load_weights`.
@@ -176,8 +170,7 @@ def find_formats(
     dtype = resolve_dtype("load_weights", dtype, config)
     spec, stored, mappings = _open(model_class, folder, config, dtype)
     options: Any = {"dequantise": dequantise, "num_devices": num_devices}
-    options["has_5_bits"] = keeps_5_bits(platform, num_devices)
-    return choose_formats(spec, dtype, stored, mappings, **options)
+    return choose_formats(spec, dtype, stored, mappings, has_5_bits=has_5_bits, **options)
 
 
 def _open(

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.loading.formats import find_devices, keeps_5_bits, widen
+from paged_jax.models.loading.formats import can_keep_5_bits, widen
 from paged_jax.models.loading.parameters import (
     Model,
     ModelSpec,
@@ -120,10 +120,9 @@ def load_checkpoint(
     _check_shapes(stored, {name: x.shape for name, x in saved.parameters().items()})
 
     if formats is None:
-        devices = find_devices(config, sharding)
-        options: Any = {"platform": next(iter(devices)).platform, "num_devices": len(devices)}
-        options |= {"dtype": dtype, "dequantise": dequantise}
-        formats = find_saved_formats(path, config, **options)
+        options: Any = {"dtype": dtype, "dequantise": dequantise}
+        has_5_bits = can_keep_5_bits(config, sharding)
+        formats = find_saved_formats(path, config, has_5_bits=has_5_bits, **options)
     spec = ModelSpec(model_class, config, floats, scan_layers, sharding, formats)
     # If the format of a matrix changes, it is first restored in the saved format, and then
     # converted. Matrices can only be stacked if they have the same format in all layers. If this
@@ -166,15 +165,13 @@ def find_saved_formats(
     path: str | Path,
     config: LlamaConfig,
     *,
-    platform: str,
-    num_devices: int,
+    has_5_bits: bool,
     dtype: DTypeLike = "auto",
     dequantise: bool = False,
 ) -> MatrixFormats:
     """Return the formats that `load_checkpoint` would choose for the matrices of a checkpoint.
 
-    `num_devices` is the number of devices over which the model will be divided, and `platform` is
-    their platform. The other arguments are as in `load_checkpoint`.
+    `has_5_bits` is the result of `keeps_5_bits`. The other arguments are as in `load_checkpoint`.
     """
     dtype = resolve_dtype("load_checkpoint", dtype, config)
     if dtype in DTYPE_FORMATS:
@@ -182,7 +179,7 @@ def find_saved_formats(
     if dequantise:
         return MatrixFormats(WeightFormat(dtype))
     formats = _read_formats(Path(path), config).with_floats(dtype)
-    if keeps_5_bits(platform, num_devices) or not formats.has_5_bits:
+    if has_5_bits or not formats.has_5_bits:
         return formats
     return widen(formats, _stored_shapes(Path(path)))
 

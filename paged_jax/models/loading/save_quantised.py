@@ -70,7 +70,7 @@ def check_can_save(formats: MatrixFormats) -> None:
     Raises:
       SaveError: a format is not supported. The message names it and says what to do.
     """
-    for format in (formats.default, *(each for _, each in formats.others)):
+    for format in formats.all_formats:
         if not format.is_quantised:
             continue
         if format.has_order:
