@@ -46,6 +46,7 @@ FORMATS: Mapping[str, WeightFormat] = {
     "q4_0": WeightFormat("int4", 32, "float16"),
     "q4_1": WeightFormat("uint4", 32, "float16", "float16"),
     "q4_k": WeightFormat("uint4", 32, "float32", "float32"),
+    "iq4_nl": WeightFormat("iq4", 32, "float16"),
     "mxfp4": WeightFormat("e2m1", 32, "bfloat16"),
     "nvfp4": WeightFormat("e2m1", 16, "float32"),
     "nf4": WeightFormat("nf4", 64, "float32"),

@@ -134,6 +134,7 @@ def test_xla_fuses_the_conversion_of_8_bits_with_a_scale_per_row_on_h200(results
         ("mxfp4, 8 rows", 4.5),
         ("nvfp4, 8 rows", 5.3),
         ("nf4, 8 rows", 5.8),
+        ("iq4_nl, 8 rows", 6.0),
     ],
 )
 def test_conversion_takes_few_instructions_on_h200(results, name, most) -> None:
