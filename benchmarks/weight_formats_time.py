@@ -32,10 +32,9 @@ from paged_jax.kernels.weight_formats import (
     WeightArrays,
     WeightFormat,
     dequantise,
-    interleave,
     num_bits,
-    pack,
 )
+from paged_jax.kernels.weight_packing import interleave, pack, round_levels
 
 FORMATS: Mapping[str, WeightFormat] = {
     "bfloat16": WeightFormat("bfloat16"),
@@ -45,7 +44,7 @@ FORMATS: Mapping[str, WeightFormat] = {
     "awq": WeightFormat("int4", 128, "float16", "float32"),
     "q4_0": WeightFormat("int4", 32, "float16"),
     "q4_1": WeightFormat("uint4", 32, "float16", "float16"),
-    "q4_k": WeightFormat("uint4", 32, "float32", "float32"),
+    "q4_k": WeightFormat("uint4", 32, "int8", "int8"),
     "iq4_nl": WeightFormat("iq4", 32, "float16"),
     "mxfp4": WeightFormat("e2m1", 32, "bfloat16"),
     "nvfp4": WeightFormat("e2m1", 16, "float32"),
@@ -53,7 +52,7 @@ FORMATS: Mapping[str, WeightFormat] = {
     "q8_0": WeightFormat("int8", 32, "float16"),
     "q5_0": WeightFormat("int5", 32, "float16"),
     "q5_1": WeightFormat("uint5", 32, "float16", "float16"),
-    "q6_k": WeightFormat("int8", 16, "float32"),
+    "q6_k": WeightFormat("int8", 16, "int8"),
     "fp8 in blocks of 128": WeightFormat("float8_e4m3fn", 128, "float32"),
 }
 
@@ -64,7 +63,6 @@ MAX_ERROR = 2**-7
 
 def random_weight(format: WeightFormat, size: int, rng: np.random.Generator) -> WeightArrays:
     """Return a random square weight, with rows of about unit length."""
-    shapes = format.shapes((size, size))
     if not format.is_quantised:
         values = rng.standard_normal((size, size), np.float32) / size**0.5
         return WeightArrays(values.astype(format.value_dtype))
@@ -76,12 +74,18 @@ def random_weight(format: WeightFormat, size: int, rng: np.random.Generator) -> 
         values = rng.integers(-100, 100, (size, size), np.int8)
         values = values.astype(np.float32).astype(format.value_dtype)
         spread = 58.0
-    scales = rng.uniform(0.5, 1.5, shapes["scales"][0]) / (spread * size**0.5)
-    mins = None
-    if "mins" in shapes:
-        mean = float(np.mean(CODES[format.code])) if format.is_packed else 0.0
-        mins = (-mean * scales).astype(shapes["mins"][1])
-    return WeightArrays(values, scales.astype(shapes["scales"][1]), mins)
+    groups = (size, size // (format.group_size or size))
+    scales = rng.uniform(0.5, 1.5, groups).astype(np.float32) / (spread * size**0.5)
+    mean = float(np.mean(CODES[format.code])) if format.is_packed else 0.0
+
+    def store(floats: np.ndarray, dtype: str | None) -> np.ndarray | None:
+        if dtype == "int8":
+            return round_levels(floats, size)
+        return None if dtype is None else floats.astype(jnp.dtype(dtype))
+
+    return WeightArrays(
+        values, store(scales, format.scale_dtype), store(-mean * scales, format.min_dtype)
+    )
 
 
 def as_weight(arrays: WeightArrays, format: WeightFormat, backend: str | None = None) -> Weight:

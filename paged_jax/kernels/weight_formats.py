@@ -4,7 +4,15 @@ A quantised matrix ``[*out, in]`` is divided into groups of consecutive inputs. 
 
     w[o, i] = number(values[o, i]) * scales[o, i // group_size] + mins[o, i // group_size]
 
-The minima are optional. An 8-bit value, int8 or float8_e4m3fn, is its own number. A value of 4 or
+The minima are optional. Scales and minima are floats, or have two levels: an int8 number for each
+group, times a float32 factor for each section of 256 inputs, as in the types Q4_K and Q6_K of GGUF
+files. Then ``scales`` is int8. For each section, it has the numbers of the groups, followed by the
+four bytes of the factor::
+
+    section of 256 inputs, groups of 32        12 bytes
+    groups 0 ... 7, factor                     | s0 | s1 | ... | s7 | factor (float32) |
+
+An 8-bit value, int8 or float8_e4m3fn, is its own number. A value of 4 or
 5 bits is an index into a table of numbers in `CODES`. Such values are packed: `values` is uint8
 ``[*out, in * bits / 8]``. The low 4 bits of 32 inputs take 16 bytes: byte j holds those of input j
 in its low half and those of input 16 + j in its high half, as in GGUF files::
@@ -28,17 +36,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from paged_jax.formatting import short_repr
-
-# Packed values are stored in blocks of `PACKED_INPUTS` inputs. A block starts with `PACKED_BYTES`
-# bytes, which contain the low 4 bits.
-PACKED_INPUTS = 32
-PACKED_BYTES = PACKED_INPUTS // 2
-
-# Number of consecutive rows that `interleave` combines.
-INTERLEAVED_ROWS = 32
+from paged_jax.kernels.weight_packing import (
+    PACKED_INPUTS,
+    SECTION_INPUTS,
+    count_columns,
+    count_groups,
+    join_levels,
+    pack,
+    scale_floats,
+    split_levels,
+    undo_interleave,
+    unpack,
+)
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # The numbers of NF4 are quantiles of the normal distribution (QLoRA, arXiv 2305.14314, appendix E).
@@ -86,8 +97,9 @@ class WeightFormat:
       code: code of the values, a name in `FLOAT_CODES`, `BYTE_CODES` or `CODES`.
       group_size: number of inputs that share a scale, a divisor of the number of inputs; None if
         all inputs of a row share a scale.
-      scale_dtype: float dtype of the scales; None for plain floats, which have no scales.
-      min_dtype: float dtype of the minima; None for no minima.
+      scale_dtype: dtype of the scales: a float dtype, or int8 for scales of two levels, whose
+        group size divides 256; None for plain floats, which have no scales.
+      min_dtype: dtype of the minima, like `scale_dtype`; None for no minima.
       has_order: whether the inputs are reordered.
       is_interleaved: whether the rows are interleaved, see `interleave`.
     """
@@ -120,9 +132,35 @@ class WeightFormat:
         return replace(self, is_interleaved=False)
 
     @property
+    def has_sections(self) -> bool:
+        """Whether scales or minima have two levels."""
+        return "int8" in (self.scale_dtype, self.min_dtype)
+
+    @property
+    def unit(self) -> int:
+        """Number of inputs that must stay together if the inputs are divided over devices."""
+        packed = PACKED_INPUTS if self.is_packed else 1
+        return math.lcm(self.group_size or 1, packed, SECTION_INPUTS if self.has_sections else 1)
+
+    @property
     def widened(self) -> "WeightFormat":
-        """The same format, but with int8 values instead of values of 5 bits."""
-        return replace(self, code="int8") if self.code in _CODES_OF_CPUS else self
+        """The same format for kernels that do not read compact formats.
+
+        Compact formats have values of 5 bits, or scales of two levels. Only CPUs have kernels for
+        them. Here, these values become int8, and these scales become float32.
+        """
+
+        def widen(dtype: str | None) -> str | None:
+            return "float32" if dtype == "int8" else dtype
+
+        code = "int8" if self.code in _CODES_OF_CPUS else self.code
+        scale_dtype, min_dtype = widen(self.scale_dtype), widen(self.min_dtype)
+        return replace(self, code=code, scale_dtype=scale_dtype, min_dtype=min_dtype)
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether only CPUs have kernels for the format, see `widened`."""
+        return self != self.widened
 
     def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Return the shape and dtype of each array of a matrix. Keys are fields of `WeightArrays`.
@@ -133,11 +171,11 @@ class WeightFormat:
         *rows, num_inputs = shape
         columns = num_inputs * num_bits(self.code) // 8 if self.is_packed else num_inputs
         arrays = {"values": ((*rows, columns), self.value_dtype)}
-        groups = (*rows, num_inputs // (self.group_size or num_inputs))
-        if self.scale_dtype is not None:
-            arrays["scales"] = groups, jnp.dtype(self.scale_dtype)
-        if self.min_dtype is not None:
-            arrays["mins"] = groups, jnp.dtype(self.min_dtype)
+        groups = num_inputs // (self.group_size or num_inputs)
+        for name, dtype in (("scales", self.scale_dtype), ("mins", self.min_dtype)):
+            if dtype is not None:
+                columns = count_columns(groups, num_inputs, jnp.dtype(dtype))
+                arrays[name] = (*rows, columns), jnp.dtype(dtype)
         if self.has_order:
             arrays["order"] = (num_inputs,), np.dtype(np.int32)
         return arrays
@@ -158,8 +196,9 @@ class WeightArrays(NamedTuple):
     Attributes:
       values: floats or 8-bit values ``[*out, in]``; or packed values, uint8
         ``[*out, in * bits / 8]``.
-      scales: floats ``[*out, in / group_size]``; None for plain floats.
-      mins: floats ``[*out, in / group_size]``; None for no minima.
+      scales: floats ``[*out, in / group_size]``, or int8 ``[*out, columns]`` for scales of two
+        levels; None for plain floats.
+      mins: minima, stored like scales; None for no minima.
       order: i32 ``[in]``, the input that each column belongs to; None for the original order.
     """
 
@@ -200,8 +239,9 @@ class Weight:
     Attributes:
       values: ``[*out, in]`` floating point, int8 or float8_e4m3fn; or packed values, uint8
         ``[*out, in * bits / 8]``.
-      scales: floating point ``[*out, groups]``; None if `values` are the elements themselves.
-      mins: minima, floating point ``[*out, groups]``, or None.
+      scales: floating point ``[*out, groups]``, or int8 for scales of two levels; None if `values`
+        are the elements themselves.
+      mins: minima, stored like scales, or None.
       order: i32 ``[in]``, the input that each column belongs to, or None.
       stack: the stacked weights of all layers, if the arrays above are one layer of them; else
         None.
@@ -231,7 +271,8 @@ class Weight:
         code = self.code or jnp.dtype(self.values.dtype).name
         if self.scales is None:
             return WeightFormat(code)
-        groups, inputs = self.scales.shape[-1], self.shape[-1]
+        inputs = self.shape[-1]
+        groups = count_groups(self.scales, inputs)
         return WeightFormat(
             code,
             None if groups == 1 else inputs // groups,
@@ -256,66 +297,6 @@ class Weight:
         return *out, count_inputs(columns, self.code)
 
 
-def interleave(array: Any) -> Any:
-    """Interleave the rows of matrices, for kernels that multiply by many rows at a time.
-
-    `INTERLEAVED_ROWS` consecutive rows form a bundle. The memory of a bundle starts with the first
-    4 values of each row, if values take a byte. The next 4 values of each row follow, and so on.
-    Scales and minima, which take more than a byte, are interleaved one by one::
-
-        array                   order of its elements in memory
-        values [N, C]           [N / 32, C / 4, 32, 4]
-        scales [N, groups]      [N / 32, groups, 32]
-
-    The array keeps its shape. Only `WeightFormat.is_interleaved` tells the two orders apart.
-
-    Args:
-      array: values, scales or minima of quantised matrices, ``[*out, columns]``. The number of rows
-        of each matrix is a multiple of `INTERLEAVED_ROWS`, and the number of bytes of a row is a
-        multiple of 4.
-    """
-    return _permute(array, lambda runs: runs.reshape(-1, INTERLEAVED_ROWS, *runs.shape[1:]))
-
-
-def undo_interleave(array: Any) -> Any:
-    """Undo `interleave`."""
-    return _permute(array, _bundles)
-
-
-def _permute(array: Any, split: Callable[[Any], Any]) -> Any:
-    """Permute the elements of an array.
-
-    `split` gets ``[N, runs, run]``, where the elements of a run stay together, and returns it with
-    four dimensions. The two in the middle are swapped.
-    """
-    if isinstance(array, np.ndarray) and array.dtype.itemsize == 1:
-        # NumPy moves elements of 4 bytes ten times as fast as runs of 4 elements.
-        words = np.ascontiguousarray(array).view(np.uint32)
-        return np.ascontiguousarray(_permute(words, split)).view(array.dtype)
-    return split(_runs(array)).swapaxes(1, 2).reshape(array.shape)
-
-
-def take_interleaved_rows(array: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return rows of an interleaved array ``[N, columns]``, each in its original order.
-
-    `rows` are indices of rows, i32 of any shape. The result is ``[*rows.shape, columns]``.
-    """
-    bundles = _bundles(_runs(as_bits(array)))
-    taken = bundles[rows // INTERLEAVED_ROWS, :, rows % INTERLEAVED_ROWS]
-    return from_bits(taken.reshape(*rows.shape, array.shape[-1]), array.dtype)
-
-
-def _runs(array: Any) -> Any:
-    """Reshape an array of rows to ``[N, runs, run]``."""
-    run = 4 if array.dtype.itemsize == 1 else 1
-    return array.reshape(-1, array.shape[-1] // run, run)
-
-
-def _bundles(runs: Any) -> Any:
-    """Reshape interleaved runs to the order of their elements in memory."""
-    return runs.reshape(-1, runs.shape[1], INTERLEAVED_ROWS, runs.shape[2])
-
-
 def num_bits(code: str) -> int:
     """Return the number of bits of the packed values of a code in `CODES`."""
     return len(CODES[code]).bit_length() - 1
@@ -324,39 +305,6 @@ def num_bits(code: str) -> int:
 def count_inputs(columns: int, code: str | None) -> int:
     """Return the number of inputs whose values take `columns` elements of the array of values."""
     return columns * 8 // num_bits(code) if code is not None and code in CODES else columns
-
-
-def pack(values: Any, bits: int = 4) -> Any:
-    """Pack values of 4 or 5 bits, uint8 ``[..., in]``, into uint8 ``[..., in * bits / 8]``.
-
-    Example:
-      >>> pack(np.arange(32, dtype=np.uint8) % 16)[:3].tolist()  # byte 2 is 2 + 16 * 2
-      [0, 17, 34]
-    """
-    halves = values.reshape(*values.shape[:-1], -1, 2, PACKED_BYTES)
-    packed = halves[..., 0, :] & 15 | halves[..., 1, :] << 4
-    if bits == 5:
-        fifth = (values >> 4).reshape(*packed.shape[:-1], 8, 4) << _places(packed.ndim + 1)
-        xp = values.__array_namespace__()
-        packed = xp.concatenate([packed, fifth.sum(-2, dtype=np.uint8)], axis=-1)
-    return packed.reshape(*values.shape[:-1], values.shape[-1] * bits // 8)
-
-
-def unpack(packed: Any, bits: int = 4) -> Any:
-    """Undo `pack`: return uint8 ``[..., in]`` from packed uint8 ``[..., in * bits / 8]``."""
-    xp = packed.__array_namespace__()
-    blocks = packed.reshape(*packed.shape[:-1], -1, 4 * bits)
-    low = blocks[..., :PACKED_BYTES]
-    values = xp.stack([low & 15, low >> 4], axis=-2)
-    if bits == 5:
-        fifth = blocks[..., None, PACKED_BYTES:] >> _places(blocks.ndim + 1) & 1
-        values = values | fifth.reshape(values.shape) << 4
-    return values.reshape(*packed.shape[:-1], packed.shape[-1] * 8 // bits)
-
-
-def _places(num_dims: int) -> np.ndarray:
-    """Return the places of 8 bits in a byte, uint8 ``[..., 8, 1]`` with `num_dims` dimensions."""
-    return np.arange(8, dtype=np.uint8).reshape(*(1,) * (num_dims - 2), 8, 1)
 
 
 def numbers(values: Any, code: str) -> Any:
@@ -380,9 +328,10 @@ def dequantise(arrays: WeightArrays, code: str) -> Any:
     """
     w = numbers(arrays.values, code)
     if arrays.scales is not None:
-        groups = w.reshape(*arrays.scales.shape, -1) * arrays.scales.astype(np.float32)[..., None]
+        scales = scale_floats(arrays.scales, w.shape[-1])
+        groups = w.reshape(*scales.shape, -1) * scales[..., None]
         if arrays.mins is not None:
-            groups = groups + arrays.mins.astype(np.float32)[..., None]
+            groups = groups + scale_floats(arrays.mins, w.shape[-1])[..., None]
         w = groups.reshape(w.shape)
     if arrays.order is not None:
         w = w[..., w.__array_namespace__().argsort(arrays.order)]
@@ -453,25 +402,35 @@ def convert(arrays: WeightArrays, source: WeightFormat, target: WeightFormat) ->
     values, scales, mins, order = arrays
     if source == target:
         return arrays
-    inputs = count_inputs(values.shape[-1], source.code)
+    inputs, divisor = count_inputs(values.shape[-1], source.code), 1
     if source.code != target.code:
-        factor = _INTEGER_FACTORS[source.code]
+        divisor = _INTEGER_FACTORS[source.code]
         values = _integers(values, source.code)
         if target.is_packed:
             lowest = np.int8(CODES[target.code][0])
             values = pack((values - lowest).view(np.uint8), num_bits(target.code))
-        if factor != 1:
-            scales = scales.astype(np.float32) / factor
-    repeats = inputs // (target.group_size or inputs) // scales.shape[-1]
-    scales = _repeat(scales, repeats, target.scale_dtype)
+    num_groups = inputs // (target.group_size or inputs)
     if target.min_dtype is not None:
-        mins = scales * 0 if mins is None else _repeat(mins, repeats, target.min_dtype)
-        mins = mins.astype(jnp.dtype(target.min_dtype))
+        if mins is None:
+            columns = count_columns(num_groups, inputs, jnp.dtype(target.min_dtype))
+            xp, shape = scales.__array_namespace__(), (*scales.shape[:-1], columns)
+            mins = xp.zeros(shape, jnp.dtype(target.min_dtype))
+        else:
+            mins = _convert_scales(mins, inputs, num_groups, target.min_dtype)
+    scales = _convert_scales(scales, inputs, num_groups, target.scale_dtype, divisor)
     return WeightArrays(values, scales, mins, order)
 
 
-def _repeat(groups: Any, repeats: int, dtype: str | None) -> Any:
-    return groups.__array_namespace__().repeat(groups, repeats, axis=-1).astype(jnp.dtype(dtype))
+def _convert_scales(
+    scales: Any, num_inputs: int, num_groups: int, dtype: Any, divisor: int = 1
+) -> Any:
+    """Divide scales or minima, repeat them for smaller groups, and convert them to `dtype`."""
+    xp, repeats = scales.__array_namespace__(), num_groups // count_groups(scales, num_inputs)
+    if dtype == "int8":
+        integers, factors = split_levels(scales, num_inputs)
+        return join_levels(xp.repeat(integers, repeats, axis=-1), factors / divisor)
+    floats = scale_floats(scales, num_inputs) / divisor
+    return xp.repeat(floats, repeats, axis=-1).astype(jnp.dtype(dtype))
 
 
 def divide_groups(format: WeightFormat, num_inputs: int, parts: int) -> WeightFormat:
@@ -481,20 +440,3 @@ def divide_groups(format: WeightFormat, num_inputs: int, parts: int) -> WeightFo
     """
     size = math.gcd(format.group_size or num_inputs, num_inputs // parts)
     return replace(format, group_size=size)
-
-
-def as_bits(x: jax.Array) -> jax.Array:
-    """Bitcast an array of floats of at most 16 bits to unsigned integers.
-
-    Other arrays are returned unchanged. Slice the result instead of the floats: before XLA's CPU
-    backend slices such floats, it converts the whole array to wider floats. It slices integers in
-    place. The result has no gradient.
-    """
-    if x.dtype.itemsize > 2 or not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-
-
-def from_bits(x: jax.Array, dtype: Any) -> jax.Array:
-    """Undo `as_bits`: return the array with its original `dtype`."""
-    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)

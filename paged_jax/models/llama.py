@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from paged_jax.arguments import names_arguments
 from paged_jax.kernels.linear import Weight, linear
-from paged_jax.kernels.weight_formats import as_bits, from_bits
+from paged_jax.kernels.weight_packing import as_bits, from_bits
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer import Layer
 from paged_jax.models.layer_attention import Attend, Carry, causal_attention

@@ -14,14 +14,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.linear import LayerWeights, Matrix, Stack, Weight, linear
-from paged_jax.kernels.weight_formats import (
-    WeightArrays,
-    WeightFormat,
-    as_bits,
-    dequantise,
-    from_bits,
-    take_interleaved_rows,
-)
+from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, dequantise
+from paged_jax.kernels.weight_packing import as_bits, from_bits, take_interleaved_rows
 from paged_jax.models.matrix_formats import (
     SUFFIXES,
     MatrixFormats,

@@ -7,7 +7,6 @@ a float32 scale for each row, which maps the largest absolute value of the row t
 rounding error is at most half of the scale. Only weights are quantised, not activations.
 """
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.weight_formats import INT8, PACKED_INPUTS, WeightFormat
+from paged_jax.kernels.weight_formats import INT8, WeightFormat
 
 if TYPE_CHECKING:
     from paged_jax.models.config import LlamaConfig
@@ -202,9 +201,9 @@ class MatrixFormats:
         return any(each.is_quantised for each in self.all_formats)
 
     @property
-    def has_5_bits(self) -> bool:
-        """Whether any matrix has values of 5 bits."""
-        return any(each != each.widened for each in self.all_formats)
+    def is_compact(self) -> bool:
+        """Whether only CPUs have kernels for some matrices, see `WeightFormat.widened`."""
+        return any(each.is_compact for each in self.all_formats)
 
     @property
     def codes(self) -> tuple[str, ...]:
@@ -249,9 +248,8 @@ class MatrixFormats:
 
 
 def fits(format: WeightFormat, num_inputs: int) -> bool:
-    """Return whether `num_inputs` is a multiple of a format's group size and packing unit."""
-    block = math.lcm(format.group_size or 1, PACKED_INPUTS if format.is_packed else 1)
-    return num_inputs % block == 0
+    """Return whether `num_inputs` inputs consist of whole groups, packed bytes and sections."""
+    return num_inputs % format.unit == 0
 
 
 def _num_inputs(config: "LlamaConfig") -> dict[str, int]:

@@ -29,6 +29,7 @@ may be less exact.
 import functools
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -39,14 +40,19 @@ from jax.typing import DTypeLike
 from paged_jax.kernels.weight_formats import (
     CODES,
     INT8,
-    PACKED_BYTES,
-    PACKED_INPUTS,
     WeightArrays,
     WeightFormat,
     convert,
     dequantise,
     num_bits,
+)
+from paged_jax.kernels.weight_packing import (
+    PACKED_BYTES,
+    PACKED_INPUTS,
+    SECTION_INPUTS,
     pack,
+    round_levels,
+    scale_floats,
 )
 
 Array = TypeVar("Array", np.ndarray, jax.Array)
@@ -96,6 +102,8 @@ def quantise(w: Array, format: WeightFormat = INT8) -> WeightArrays:
 
 
 def _quantise(w: Any, format: WeightFormat) -> WeightArrays:
+    if format.has_sections:
+        return _quantise_in_sections(w, format)
     xp = w.__array_namespace__()
     num_inputs = w.shape[-1]
     groups = w.reshape(*w.shape[:-1], -1, format.group_size or num_inputs)
@@ -103,6 +111,22 @@ def _quantise(w: Any, format: WeightFormat) -> WeightArrays:
     values = values.reshape(w.shape)
     order = xp.arange(num_inputs, dtype=np.int32) if format.has_order else None
     return WeightArrays(_pack(values, format), scales, mins, order)
+
+
+def _quantise_in_sections(w: Any, format: WeightFormat) -> WeightArrays:
+    """Quantise to scales of two levels: round float scales and minima, then the values again."""
+    min_dtype = None if format.min_dtype is None else "float32"
+    floats = replace(format, scale_dtype="float32", min_dtype=min_dtype)
+    first = _quantise(w, floats)
+    scales = round_levels(first.scales, w.shape[-1])
+    mins = None if first.mins is None else round_levels(first.mins, w.shape[-1])
+    xp, own_scales = w.__array_namespace__(), scale_floats(scales, w.shape[-1])
+    groups = w.reshape(*own_scales.shape, -1)
+    if mins is not None:
+        groups = groups - scale_floats(mins, w.shape[-1])[..., None]
+    inverse = xp.where(own_scales == 0, np.float32(0), 1 / xp.where(own_scales == 0, 1, own_scales))
+    values = _nearest_values(groups * inverse[..., None], format.code).reshape(w.shape)
+    return first._replace(values=_pack(values, format), scales=scales, mins=mins)
 
 
 def _round_groups(groups: Any, format: WeightFormat) -> tuple[Any, Any, Any]:
@@ -176,8 +200,8 @@ def change_format(
 ) -> WeightArrays:
     """Convert a quantised matrix to another format by dequantising and quantising it.
 
-    Values of 5 bits become int8 without rounding. If `is_stacked` is True, the first dimension of
-    the arrays is the layer.
+    A compact format is widened without rounding, see `WeightFormat.widened`. If `is_stacked` is
+    True, the first dimension of the arrays is the layer.
     """
 
     def change(arrays: WeightArrays) -> WeightArrays:
@@ -202,6 +226,8 @@ def quantise_on_host(w: np.ndarray, format: WeightFormat) -> WeightArrays:
       The arrays of the quantised matrix, as NumPy arrays.
     """
     size = format.group_size
+    if format.has_sections:
+        size = SECTION_INPUTS
     has_whole_groups = size is not None and size % PACKED_INPUTS == 0 and not format.has_order
     # All chunks of a matrix have the same shape, so that they share one compiled function. Unused
     # rows at the end of the last chunk are ignored. If the format allows it, each row of a chunk is

@@ -9,7 +9,6 @@ values of the same head, see `widen_config`.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from paged_jax.arguments import check_positive
 from paged_jax.kernels.linear import Weight
-from paged_jax.kernels.weight_formats import PACKED_INPUTS, count_inputs
+from paged_jax.kernels.weight_formats import count_inputs
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.matrices import look_up
 from paged_jax.models.matrix_formats import MIN, ORDER, SCALE, MatrixFormats, is_matrix, matrix_name
@@ -321,7 +320,7 @@ class TensorParallel:
             if _DIVIDED.get(name.rpartition(".")[2]) != 1 or not is_matrix(name):
                 continue
             num_inputs = count_inputs(shape[-1], format.code)
-            unit = math.lcm(PACKED_INPUTS if format.is_packed else 1, format.group_size or 1)
+            unit = format.unit
             if format.has_order or num_inputs // self.num_devices % unit:
                 has = "reordered" if format.has_order else f"in groups of {unit}"
                 raise ValueError(

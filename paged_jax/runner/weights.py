@@ -18,7 +18,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from paged_jax.kernels.weight_formats import interleave, undo_interleave
+from paged_jax.kernels.weight_packing import interleave, undo_interleave
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import named_arrays
 from paged_jax.models.matrix_formats import ORDER, MatrixFormats, is_matrix, matrix_name

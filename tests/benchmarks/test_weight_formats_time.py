@@ -11,9 +11,9 @@ from benchmarks import weight_formats_time as benchmark
 @pytest.mark.parametrize("name", benchmark.FORMATS)
 def test_random_weights_have_the_arrays_of_their_format(name) -> None:
     format = benchmark.FORMATS[name]
-    arrays = benchmark.random_weight(format, 128, np.random.default_rng(0))
+    arrays = benchmark.random_weight(format, 256, np.random.default_rng(0))
     shapes = {key: (x.shape, x.dtype) for key, x in arrays._asdict().items() if x is not None}
-    assert shapes == format.shapes((128, 128))
+    assert shapes == format.shapes((256, 256))
     # A chain of multiplications neither grows nor vanishes.
     w = benchmark.dequantise(arrays, format.code)
     assert 0.5 < np.linalg.norm(w, axis=1).mean() < 2

@@ -390,9 +390,9 @@ def test_checkpoints_with_5_bits_become_int8_where_only_cpus_have_kernels(
     model = load(data_dir, "gguf-k-quants", scan_layers=True)
     assert model.formats["layers.o_proj"].code == "uint5"
     save_checkpoint(model, tmp_path)
-    monkeypatch.setattr(orbax, "can_keep_5_bits", lambda config, sharding: False)
+    monkeypatch.setattr(orbax, "can_keep_compact", lambda config, sharding: False)
     wide = load_checkpoint(Llama, tmp_path, model.config, scan_layers=True)
-    assert not wide.formats.has_5_bits and wide.formats.differing == ()
+    assert not wide.formats.is_compact and wide.formats.differing == ()
     assert wide.formats["layers.o_proj"] == model.formats["layers.o_proj"].widened
     expected, got = named_arrays(model), named_arrays(wide)
     for kind in KINDS[:4]:

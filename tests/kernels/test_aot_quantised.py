@@ -142,9 +142,10 @@ def test_conversion_takes_few_instructions_on_h200(results, name, most) -> None:
     inputs = 64 if QUANTISED[name].format.code in BYTE_CODES else 128
     weights_of_thread = 64 * inputs / 32 / 2  # 64 outputs, two warps
     assert max(kernel["loop_instructions"]) <= most * weights_of_thread
-    # 8 program instances of two warps fit an SM, so that each scheduler has four warps.
+    # 8 program instances of two warps fit an SM, so that each scheduler has four warps. Codes whose
+    # numbers come from a table need more registers.
     registers = 2 * -(-32 * kernel["registers"] // 256) * 256
-    assert 65_536 // registers >= (6 if "nf4" in name else 8), kernel
+    assert 65_536 // registers >= (6 if name.startswith(("nf4", "iq4")) else 8), kernel
 
 
 @needs_gpu_compiler

@@ -35,7 +35,7 @@ def both_weights(format: WeightFormat, arrays: WeightArrays, dtype: str) -> tupl
 
 def check_bits(format: WeightFormat, num_outputs: int, dtype: str, backend: str) -> None:
     # Units of 16 or 32 inputs; several strips; the last segment of a row is shorter than others.
-    num_inputs = 1344
+    num_inputs = 1536 if format.has_sections else 1344
     arrays = random_arrays(format, (num_outputs, num_inputs), np.random.default_rng(num_outputs))
     plain, bundled = both_weights(format, arrays, dtype)
     assert cpu.Cpu().supports_interleaved(plain)
@@ -79,6 +79,11 @@ def test_scales_and_minima_of_every_dtype(dtype) -> None:
     check_bits(WeightFormat("uint4", 32, dtype, dtype), 64, "bfloat16", "cpu")
 
 
+@pytest.mark.parametrize(("group_size", "min_dtype"), [(32, "float16"), (64, "int8")])
+def test_scales_of_two_levels(group_size, min_dtype) -> None:
+    check_bits(WeightFormat("uint5", group_size, "int8", min_dtype), 64, "bfloat16", "cpu")
+
+
 @pytest.mark.parametrize("name", ["q4_1", "q8_0"])
 def test_linear_reads_a_layer_of_the_stack(name) -> None:
     """Outputs have two dimensions. Layers are interleaved separately."""
@@ -100,7 +105,8 @@ def test_linear_reads_a_layer_of_the_stack(name) -> None:
         (FORMATS["q4_0"], (2, 3, 16, 96), True),
         (FORMATS["q4_0"], (48, 96), False),
         (FORMATS["nvfp4"], (64, 96), False),
-        (FORMATS["q6_k"], (64, 96), True),
+        (FORMATS["q6_k"], (64, 256), True),
+        (FORMATS["q2_k"], (64, 256), False),
         (WeightFormat("int8", 8, "float32"), (64, 96), False),
         (FORMATS["int8 of a row"], (64, 80), True),
         (FORMATS["int8 of a row"], (64, 77), False),

@@ -19,9 +19,8 @@ from paged_jax.kernels.weight_formats import (
     WeightArrays,
     WeightFormat,
     dequantise,
-    pack,
-    unpack,
 )
+from paged_jax.kernels.weight_packing import pack, unpack
 from tests.support.compiler import needs_compiler, needs_vnni
 from tests.support.covering import all_pairs
 from tests.support.weights import elements, make_weight, random_arrays

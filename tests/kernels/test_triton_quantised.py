@@ -19,11 +19,11 @@ from paged_jax.kernels.linear import Weight, grouped_linear, linear
 from paged_jax.kernels.triton import dequantise
 from paged_jax.kernels.triton.dequantise import TileFormat
 from paged_jax.kernels.weight_formats import CODES, WeightFormat
-from tests.support import ptx
+from tests.support import ptx, weights
 from tests.support.covering import all_pairs, take_turns
 from tests.support.families import InterpretedTriton
 from tests.support.kernel_cases import lower
-from tests.support.weights import FORMATS, elements, make_weight, random_arrays
+from tests.support.weights import elements, make_weight, random_arrays
 
 # The package has functions of these names.
 kernel = importlib.import_module("paged_jax.kernels.triton.linear")
@@ -38,9 +38,10 @@ OTHER = {
     "groups of a quarter": WeightFormat("int4", 48, "bfloat16", "bfloat16"),
     "fp8 with minima": WeightFormat("float8_e4m3fn", 32, "float16", "float16"),
 }
-# Formats that only CPUs have kernels for.
-OF_CPUS = ("q5_0", "q5_1")
-READ = {name: f for name, f in FORMATS.items() if name not in (*OF_ROWS, *OF_CPUS)} | OTHER
+# Formats that only CPUs have kernels for, and formats of models on GPUs.
+COMPACT = {name: f for name, f in weights.FORMATS.items() if f.is_compact}
+FORMATS = {name: f.widened for name, f in weights.FORMATS.items() if f.code == f.widened.code}
+READ = {name: f for name, f in FORMATS.items() if name not in OF_ROWS} | OTHER
 
 
 def run_ptx(code, arrays, dtype, pack):
@@ -267,8 +268,9 @@ def test_kernel_leaves_weights_to_xla() -> None:
     assert "without scales" in refusal(Weight(jnp.zeros((8, 64))))
     for name in OF_ROWS:
         assert "XLA fuses" in refusal(weight(name))
-    for name in OF_CPUS:
-        assert "only kernels for CPUs" in refusal(weight(name))
+    for format in COMPACT.values():
+        w = make_weight(random_arrays(format, (8, 256), rng), format, "bfloat16")
+        assert "only kernels for CPUs" in refusal(w)
     assert "got float32" in refusal(weight("q4_0", "float32"))
     small = WeightFormat("int8", 8, "float32")
     w = make_weight(random_arrays(small, (8, 64), rng), small, "bfloat16")

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import math
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,8 @@ from paged_jax.kernels.weight_formats import (
     convert,
     dequantise,
     divide_groups,
+)
+from paged_jax.kernels.weight_packing import (
     interleave,
     pack,
     undo_interleave,
@@ -31,20 +34,25 @@ from tests.support.weights import FORMATS, elements, make_weight, random_arrays
 # The package has a function of this name.
 xla_linear = importlib.import_module("paged_jax.kernels.xla.linear")
 
-SHAPE = 2, 5, 64
+SHAPE = 2, 5, 256
+
+
+def width(format):
+    """Return a number of inputs that a format allows."""
+    return math.lcm(64, format.unit)
 
 
 def formats():
     codes = st.sampled_from([*CODES, "int8", "float8_e4m3fn"])
-    floats = st.sampled_from(["float32", "bfloat16", "float16"])
+    floats = st.sampled_from(["float32", "bfloat16", "float16", "int8"])
     return st.builds(
         WeightFormat,
         codes,
-        st.sampled_from([None, 8, 16, 32, 64]),
+        st.sampled_from([None, 8, 16, 32, 256]),
         floats,
         st.none() | floats,
         st.booleans(),
-    )
+    ).filter(lambda format: format.group_size or not format.has_sections)
 
 
 @given(st.sampled_from([4, 5]), st.integers(1, 4), st.integers(0, 2**32 - 1))
@@ -153,9 +161,10 @@ def test_divide_groups_gives_each_part_whole_groups(format, parts) -> None:
 def test_linear_matches_float64_in_every_format(name, dtype) -> None:
     rng = np.random.default_rng(0)
     format = FORMATS[name]
-    arrays = random_arrays(format, (3, 7, 128), rng)
+    num_inputs = width(format)
+    arrays = random_arrays(format, (3, 7, num_inputs), rng)
     w = make_weight(arrays, format, dtype)
-    x = rng.normal(size=(5, 128)).astype(dtype).astype(np.float32)
+    x = rng.normal(size=(5, num_inputs)).astype(dtype).astype(np.float32)
     multiply = jax.jit(linear, static_argnames="backend")
     exact, terms = _product(x, elements(arrays, format))
     for backend in (None, "xla"):
@@ -208,7 +217,7 @@ def test_linear_is_differentiable_in_x(name) -> None:
     """The weight is a layer of a stack, and the forward pass uses the kernel for CPUs."""
     rng = np.random.default_rng(0)
     format = FORMATS[name]
-    layers = [random_arrays(format, (7, 64), rng) for _ in range(2)]
+    layers = [random_arrays(format, (7, width(format)), rng) for _ in range(2)]
     stacked = WeightArrays(
         *(None if x[0] is None else jnp.stack(x) for x in zip(*layers, strict=True))
     )
@@ -218,7 +227,7 @@ def test_linear_is_differentiable_in_x(name) -> None:
         w = make_weight(layers[1], format)
         return jnp.sum(linear(x, dataclasses.replace(w, stack=Stack(stacked, 1))) * bar)
 
-    got = jax.jit(jax.grad(loss))(jnp.zeros((3, 64)))
+    got = jax.jit(jax.grad(loss))(jnp.zeros((3, width(format))))
     np.testing.assert_allclose(got, bar @ elements(layers[1], format), rtol=1e-4, atol=1e-3)
 
 
@@ -228,9 +237,11 @@ def test_grouped_linear_matches_float64_in_every_format(name, backend) -> None:
     """The gradient in x matches too. Scales of groups without rows are NaN: they are not read."""
     rng = np.random.default_rng(0)
     format, sizes = FORMATS[name], (3, 0, 4, 1)
-    arrays = random_arrays(format, (4, 7, 64), rng)
-    arrays.scales[1] = np.nan
-    x = rng.normal(size=(10, 64)).astype(np.float32)
+    num_inputs = width(format)
+    arrays = random_arrays(format, (4, 7, num_inputs), rng)
+    if not format.has_sections:
+        arrays.scales[1] = np.nan
+    x = rng.normal(size=(10, num_inputs)).astype(np.float32)
     multiply = functools.partial(grouped_linear, backend=backend)
     bar = rng.normal(size=(10, 7)).astype(np.float32)
 
@@ -243,20 +254,20 @@ def test_grouped_linear_matches_float64_in_every_format(name, backend) -> None:
     out, gradient = run(x)
     w = elements(arrays, format)
     owners = np.repeat(np.arange(4), sizes)
-    want, want_gradient = np.zeros((10, 7)), np.zeros((10, 64))
+    want, want_gradient = np.zeros((10, 7)), np.zeros((10, num_inputs))
     for row, owner in enumerate(owners):
         want[row], want_gradient[row] = w[owner] @ x[row], bar[row] @ w[owner]
     np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-3)
     np.testing.assert_allclose(gradient, want_gradient, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["q5_1", "gptq"])
+@pytest.mark.parametrize("name", ["q5_1", "q4_k", "gptq"])
 def test_xla_reads_interleaved_weights(name) -> None:
     """Results and gradients equal the results and gradients with the rows in order."""
     rng = np.random.default_rng(0)
     format, sizes = FORMATS[name], jnp.array([2, 0, 3])
-    arrays = random_arrays(format, (3, 32, 64), rng)
-    x = rng.normal(size=(5, 64)).astype(np.float32)
+    arrays = random_arrays(format, (3, 32, width(format)), rng)
+    x = rng.normal(size=(5, width(format))).astype(np.float32)
 
     @jax.jit
     def run(x, w):
@@ -279,7 +290,7 @@ def test_xla_reads_interleaved_weights(name) -> None:
 def test_look_up_dequantises_only_the_rows_that_it_finds(name, is_interleaved) -> None:
     rng = np.random.default_rng(0)
     format = FORMATS[name]
-    arrays = random_arrays(format, (4096, 64), rng)
+    arrays = random_arrays(format, (4096, width(format)), rng)
     table = make_weight(arrays, format, is_interleaved=is_interleaved)
     token_ids = jnp.array([7, 0, 4095, 7])
     compiled = jax.jit(look_up).lower(table, token_ids).compile()

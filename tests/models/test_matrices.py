@@ -13,7 +13,8 @@ from flax import nnx
 from paged_jax import LLM, SamplingParams
 from paged_jax.engine.footprint import num_parameters, weight_bytes
 from paged_jax.kernels.linear import Weight, linear
-from paged_jax.kernels.weight_formats import WeightFormat, interleave
+from paged_jax.kernels.weight_formats import WeightFormat
+from paged_jax.kernels.weight_packing import interleave
 from paged_jax.models import matrices
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
@@ -134,7 +135,7 @@ def test_load_weights_quantises_to_each_dtype(saved, dtype) -> None:
     assert config.tie_word_embeddings or not model.formats["embed_tokens"].is_quantised
     num_bytes = sum(x.nbytes for x in parameters(model).values())
     assert weight_bytes(config, config.dtype, formats=model.formats) == num_bytes
-    place = {"has_5_bits": True, "num_devices": 1}
+    place = {"allow_compact": True, "num_devices": 1}
     assert find_formats(Llama, folder, config, dtype=dtype, **place) == model.formats
     assert MatrixFormats.of_dtype(dtype, config) == model.formats
 

@@ -16,6 +16,7 @@ from paged_jax.models.loading.huggingface import load_weights
 from paged_jax.models.loading.pretrained import read_config, read_formats
 from paged_jax.models.matrices import get_matrix
 
+KINDS = ("qkv_proj", "o_proj")
 # gpt-oss 20B.
 GPT_OSS = {
     "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
@@ -58,24 +59,30 @@ def test_plans_have_the_bytes_of_loaded_weights(name, data_dir) -> None:
         assert plan.footprint.weights == num_bytes and str(plan.formats) == str(model.formats)
 
 
-def test_only_a_single_cpu_keeps_values_of_5_bits(data_dir) -> None:
-    """Elsewhere, the values become int8, and the elements of the matrices stay the same."""
-    path = data_dir / "quantised" / "gguf-mixed" / "model.gguf"
+@pytest.mark.parametrize(
+    ("name", "code", "scale_dtypes"),
+    [("gguf-mixed", "int5", ["float16"] * 2), ("gguf-k-quants", "int8", ["int8", "float32"])],
+)
+@pytest.mark.filterwarnings("ignore:.*only some of its tensors are quantised:UserWarning")
+def test_only_a_single_cpu_keeps_compact_formats(name, code, scale_dtypes, data_dir) -> None:
+    """Elsewhere, values of 5 bits become int8, scales have one level, and elements are the same."""
+    path = data_dir / "quantised" / name / "model.gguf"
     config, options = read_config(path), {"dtype": "float32"}
-    with pytest.warns(UserWarning, match="only some of its tensors are quantised"):
-        formats = read_formats(Llama, path, config, platform="cpu", **options)
-        for other in ({"platform": "gpu"}, {"platform": "cpu", "num_devices": 2}):
-            wide = read_formats(Llama, path, config, **options, **other)
-            codes = [each["layers.qkv_proj"].code for each in (formats, wide)]
-            assert codes == ["int5", "int8"]
-            assert [each["layers.o_proj"].code for each in (formats, wide)] == ["uint5", "int8"]
-        models = [
-            load_weights(Llama, path, config, formats=each, **options) for each in (formats, wide)
-        ]
+    formats = read_formats(Llama, path, config, platform="cpu", **options)
+    for other in ({"platform": "gpu"}, {"platform": "cpu", "num_devices": 2}):
+        wide = read_formats(Llama, path, config, **options, **other)
+        kinds = [[each[f"layers.{kind}"] for each in (formats, wide)] for kind in KINDS]
+        assert [x.code for x in kinds[0]] == [code, "int8"]
+        assert [x.code for x in kinds[1]] == ["uint5", "int8"]
+        assert [x.scale_dtype for x in kinds[1]] == scale_dtypes
+    models = [
+        load_weights(Llama, path, config, formats=each, **options) for each in (formats, wide)
+    ]
     for layers in zip(*(model.layers for model in models), strict=True):
-        for kind in ("qkv_proj", "o_proj"):
+        for kind in KINDS:
             few, many = (get_matrix(x, kind, x.formats[kind], "float32") for x in layers)
-            assert few.values.nbytes * 8 == many.values.nbytes * 5
+            bits = 5 if "int5" in few.format.code else 8
+            assert few.values.nbytes * 8 == many.values.nbytes * bits
             np.testing.assert_array_equal(
                 *(dequantise(each.arrays, each.format.code) for each in (few, many))
             )

@@ -1,5 +1,7 @@
 """Rounding of matrices to quantised formats, and the search for the scales of int4."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +15,8 @@ from paged_jax.kernels.weight_formats import (
     dequantise,
     num_bits,
     numbers,
-    pack,
 )
+from paged_jax.kernels.weight_packing import pack, scale_floats
 from paged_jax.models import quantise as module
 from paged_jax.models.quantise import quantise, quantise_on_host
 from tests.support.weights import FORMATS
@@ -124,7 +126,9 @@ def test_search_for_int4_finds_exact_codes(seed, exponent, is_negative) -> None:
 
 
 @pytest.mark.parametrize(
-    "format", [FORMATS["int8 of a row"], FP8, INT4], ids=["int8", "fp8", "int4"]
+    "format",
+    [FORMATS["int8 of a row"], FP8, INT4, FORMATS["q6_k"], FORMATS["q4_k"]],
+    ids=["int8", "fp8", "int4", "q6_k", "q4_k"],
 )
 def test_quantise_gives_equal_bits_with_numpy_and_jit(format) -> None:
     """Includes rows of zeros, denormal and huge numbers, and numbers between two codes."""
@@ -155,19 +159,22 @@ def test_quantise_gives_equal_bits_with_numpy_and_jit(format) -> None:
 def test_quantise_rounds_to_the_nearest_number(seed, name) -> None:
     """Checks every format against the distance to the next number of its code."""
     format = FORMATS[name]
-    w = np.random.default_rng(seed).normal(size=(3, 2, 128)).astype(np.float32)
+    num_inputs = math.lcm(128, format.unit)
+    w = np.random.default_rng(seed).normal(size=(3, 2, num_inputs)).astype(np.float32)
     arrays = quantise(w, format)
     got = dequantise(arrays, format.code)
-    groups = np.abs(got - w).reshape(*arrays.scales.shape, -1)
+    scales = scale_floats(arrays.scales, num_inputs)
+    groups = np.abs(got - w).reshape(*scales.shape, -1)
     if format.code == "float8_e4m3fn":  # 3 bits after the leading one
-        steps = np.maximum(np.abs(w) / 16, 2.0**-10 * arrays.scales.max()).reshape(groups.shape)
+        steps = np.maximum(np.abs(w) / 16, 2.0**-10 * scales.max()).reshape(groups.shape)
     else:
         codes = np.arange(-127, 128).astype(np.int8) if format.code == "int8" else None
         table = np.sort(numbers(codes, "int8") if codes is not None else _table(format.code))
-        steps = np.abs(arrays.scales.astype(np.float32))[..., None] * np.diff(table).max() / 2
+        steps = np.abs(scales)[..., None] * np.diff(table).max() / 2
         # The scale of int4 is the best for all numbers of a group, and cuts off the largest. For
-        # other codes, the largest number may be smaller than the smallest is negative.
-        if format.code in ("int4", "fp4", "nf4", "uint4"):
+        # other codes, the largest number may be smaller than the smallest is negative. Scales of
+        # two levels are rounded themselves.
+        if format.code in ("int4", "fp4", "nf4", "uint4") or format.has_sections:
             steps = steps * 6
     assert (groups <= 1.02 * steps + 1e-6).all()
     assert np.corrcoef(got.ravel(), w.ravel())[0, 1] > 0.97

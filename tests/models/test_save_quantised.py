@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, dequantise, pack
+from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, dequantise
+from paged_jax.kernels.weight_packing import pack
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.huggingface import load_weights

@@ -11,11 +11,10 @@ from paged_jax.kernels.weight_formats import (
     CODES,
     WeightArrays,
     WeightFormat,
-    interleave,
     num_bits,
     numbers,
-    pack,
 )
+from paged_jax.kernels.weight_packing import interleave, pack, round_levels
 
 # Formats with the sizes of groups, dtypes of scales, minima and orders that files have.
 FORMATS = {
@@ -23,15 +22,15 @@ FORMATS = {
     "fp8 of a row": WeightFormat("float8_e4m3fn", None, "bfloat16"),
     "fp8 in groups": WeightFormat("float8_e4m3fn", 32, "float32"),
     "q8_0": WeightFormat("int8", 32, "float16"),
-    "q6_k": WeightFormat("int8", 16, "float32"),
-    "q2_k": WeightFormat("uint4", 16, "float32", "float32"),
+    "q6_k": WeightFormat("int8", 16, "int8"),
+    "q2_k": WeightFormat("uint4", 16, "int8", "int8"),
     "iq4_nl": WeightFormat("iq4", 32, "float16"),
     "mlx with 8 bits": WeightFormat("int8", 32, "float16", "float16"),
     "q5_0": WeightFormat("int5", 32, "float16"),
     "q5_1": WeightFormat("uint5", 32, "float16", "float16"),
     "q4_0": WeightFormat("int4", 32, "float16"),
     "q4_1": WeightFormat("uint4", 32, "float16", "float16"),
-    "q4_k": WeightFormat("uint4", 32, "float32", "float32"),
+    "q4_k": WeightFormat("uint4", 32, "int8", "int8"),
     "awq": WeightFormat("int4", 64, "float16", "float32"),
     "gptq": WeightFormat("int4", 64, "float16", "float32", has_order=True),
     "int4 of a row": WeightFormat("int4", None, "bfloat16"),
@@ -46,8 +45,8 @@ def random_arrays(
     format: WeightFormat, shape: tuple[int, ...], rng: np.random.Generator
 ) -> WeightArrays:
     """Return random NumPy arrays of a format for a matrix of a shape ``[*out, in]``."""
-    shapes = format.shapes(shape)
-    scale, low = rng.uniform(0.5, 2, shapes["scales"][0]), rng.normal(size=shapes["scales"][0])
+    groups = (*shape[:-1], shape[-1] // (format.group_size or shape[-1]))
+    scale, low = rng.uniform(0.5, 2, groups), rng.normal(size=groups)
     if format.is_packed:
         bits = num_bits(format.code)
         values = pack(rng.integers(0, 1 << bits, shape).astype(np.uint8), bits)
@@ -56,10 +55,17 @@ def random_arrays(
         scale = scale / 16
     return WeightArrays(
         values,
-        scale.astype(shapes["scales"][1]),
-        low.astype(shapes["mins"][1]) if "mins" in shapes else None,
+        _stored(scale, format.scale_dtype, shape[-1]),
+        None if format.min_dtype is None else _stored(low, format.min_dtype, shape[-1]),
         rng.permutation(shape[-1]).astype(np.int32) if format.has_order else None,
     )
+
+
+def _stored(scales: np.ndarray, dtype: str | None, num_inputs: int) -> np.ndarray:
+    """Return scales ``[*out, groups]`` in a dtype, or rounded to two levels."""
+    if dtype != "int8":
+        return scales.astype(jnp.dtype(dtype))
+    return round_levels(scales.astype(np.float32), num_inputs)
 
 
 def make_weight(
@@ -92,15 +98,26 @@ def weight_shapes(
 def elements(arrays: WeightArrays, format: WeightFormat) -> np.ndarray:
     """Return the elements of a matrix in float64, one group after the other."""
     columns = numbers(np.asarray(arrays.values), format.code).astype(np.float64)
-    num_groups = arrays.scales.shape[-1]
-    size = columns.shape[-1] // num_groups
-    for group in range(num_groups):
+    scales = _exact_scales(arrays.scales, columns.shape[-1])
+    mins = None if arrays.mins is None else _exact_scales(arrays.mins, columns.shape[-1])
+    size = columns.shape[-1] // scales.shape[-1]
+    for group in range(scales.shape[-1]):
         part = columns[..., group * size : (group + 1) * size]
-        part *= np.asarray(arrays.scales, np.float64)[..., group, None]
-        if arrays.mins is not None:
-            part += np.asarray(arrays.mins, np.float64)[..., group, None]
+        part *= scales[..., group, None]
+        if mins is not None:
+            part += mins[..., group, None]
     if arrays.order is None:
         return columns
     w = np.empty_like(columns)
     w[..., np.asarray(arrays.order)] = columns
     return w
+
+
+def _exact_scales(scales: Any, num_inputs: int) -> np.ndarray:
+    """Return scales or minima in float64, ``[*out, groups]``."""
+    scales = np.asarray(scales)
+    if scales.dtype != np.int8:
+        return scales.astype(np.float64)
+    sections = scales.reshape(*scales.shape[:-1], num_inputs // 256, -1)
+    factors = np.ascontiguousarray(sections[..., -4:]).view(np.float32).astype(np.float64)
+    return (sections[..., :-4] * factors).reshape(*scales.shape[:-1], -1)

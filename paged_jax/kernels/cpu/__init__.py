@@ -47,12 +47,11 @@ from paged_jax.kernels.dispatch import general_backend
 from paged_jax.kernels.ragged_chunks import attend_in_parts
 from paged_jax.kernels.weight_formats import (
     CODES,
-    INTERLEAVED_ROWS,
-    PACKED_INPUTS,
     Weight,
     WeightArrays,
     num_bits,
 )
+from paged_jax.kernels.weight_packing import INTERLEAVED_ROWS, PACKED_INPUTS
 
 # Maximum number of elements of a value. The attention kernels have arrays of this size on the stack
 # (MAX_U in `source/decode.cc`).

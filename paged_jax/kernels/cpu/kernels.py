@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.kernels.backend import Options
-from paged_jax.kernels.weight_formats import CODES, interleave, num_bits, pack
+from paged_jax.kernels.weight_formats import CODES, num_bits
+from paged_jax.kernels.weight_packing import SECTION_INPUTS, interleave, join_levels, pack
 
 # Maps the dtypes of weights and pools to the names of the corresponding types in the C++ sources.
 ELEMENTS: dict[Any, str] = {
@@ -96,11 +97,13 @@ def _test_linear(target: str, kernel: Kernel) -> Results:
 
 
 def _test_quantised_linear(target: str, kernel: Kernel) -> Results:
-    """Test weights with rows in their order, and with interleaved rows."""
+    """Test rows in order and interleaved rows, with float scales and with scales of two levels."""
     K, groups = (96, 3) if kernel.code in _PACKED else (77, 7)
     tests = [
         _test_quantised_groups(target, kernel, (37, K, groups), is_interleaved=False),
         _test_quantised_groups(target, kernel, (64, 96, 3), is_interleaved=True),
+        _test_quantised_groups(target, kernel, (37, 512, 16), is_interleaved=False),
+        _test_quantised_groups(target, kernel, (64, 512, 16), is_interleaved=True),
     ]
     got, want = (np.concatenate([x.reshape(-1) for x in each]) for each in zip(*tests, strict=True))
     return got, want
@@ -109,7 +112,10 @@ def _test_quantised_linear(target: str, kernel: Kernel) -> Results:
 def _test_quantised_groups(
     target: str, kernel: Kernel, sizes: tuple[int, int, int], *, is_interleaved: bool
 ) -> Results:
-    """Test weights with `sizes`: numbers of outputs, inputs, and groups of inputs."""
+    """Test weights with `sizes`: numbers of outputs, inputs, and groups of inputs.
+
+    If the inputs form whole sections, scales have two levels.
+    """
     rng = np.random.default_rng(0)
     N, K, groups = sizes
     packed = {kernel_code(code): code for code in ("uint4", "int5")}
@@ -129,7 +135,11 @@ def _test_quantised_groups(
         stored = values.astype(kernel.code)
     scales, mins = rng.integers(1, 8, (2, 2, 3, N, groups)) / np.float32(8)
     w = values[1].reshape(3, N, groups, -1) * scales[1, ..., None] + mins[1, ..., None]
-    arrays = stored, scales, mins.astype(jnp.bfloat16)
+    if K % SECTION_INPUTS == 0:
+        factors = np.full((2, 3, N, K // SECTION_INPUTS), 1 / 8, np.float32)
+        arrays = stored, *(join_levels((8 * x).astype(np.int8), factors) for x in (scales, mins))
+    else:
+        arrays = stored, scales, mins.astype(jnp.bfloat16)
     if is_interleaved:
         arrays = tuple(map(interleave, arrays))
     operands = x, *arrays[:2], table.astype(np.float32), np.int32(1), arrays[2], _SIZES

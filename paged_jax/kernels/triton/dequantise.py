@@ -27,7 +27,8 @@ import numpy as np
 from jax import lax
 
 from paged_jax.kernels.triton.pallas import plgpu, run_ptx
-from paged_jax.kernels.weight_formats import CODES, PACKED_BYTES, PACKED_INPUTS, WeightFormat
+from paged_jax.kernels.weight_formats import CODES, WeightFormat
+from paged_jax.kernels.weight_packing import PACKED_BYTES, PACKED_INPUTS
 
 # For matmuls of these dtypes, the kernel uses tensor cores.
 DTYPES = ("bfloat16", "float16")
@@ -114,8 +115,8 @@ def refusal(format: WeightFormat, num_inputs: int, dtype: Any) -> str | None:
     """Return why tiles of a format cannot be converted to a dtype, or None if they can."""
     if jnp.dtype(dtype).name not in DTYPES:
         return f"the dtype of the matmul must be {' or '.join(DTYPES)}, got {jnp.dtype(dtype)}"
-    if format != format.widened:
-        return f"only kernels for CPUs support the code {format.code}"
+    if format.is_compact:
+        return "only kernels for CPUs support compact formats"
     size = format.group_size or num_inputs
     if size % SMALLEST_GROUP:
         return f"groups must have a multiple of {SMALLEST_GROUP} inputs, got {size}"

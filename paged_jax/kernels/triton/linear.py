@@ -49,7 +49,8 @@ from paged_jax.kernels.kv_split import divide
 from paged_jax.kernels.triton import dequantise, pallas, tiles
 from paged_jax.kernels.triton.dequantise import TileFormat, WeightTile
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
-from paged_jax.kernels.weight_formats import BYTE_CODES, PACKED_INPUTS, Weight, WeightFormat
+from paged_jax.kernels.weight_formats import BYTE_CODES, Weight, WeightFormat
+from paged_jax.kernels.weight_packing import PACKED_INPUTS
 
 # Maximum number of elements of an array. It is limited because the kernel computes offsets in
 # int32.

@@ -24,10 +24,9 @@ from paged_jax.kernels.weight_formats import (
     BYTE_CODES,
     Weight,
     WeightArrays,
-    as_bits,
     dequantise,
-    from_bits,
 )
+from paged_jax.kernels.weight_packing import as_bits, from_bits
 
 # Limits for `_matmul_in_halves`, which uses a batched matmul. XLA's CPU library does not pack the
 # weights of a batched matmul, which saves time if there are few rows. With many inputs, its batched

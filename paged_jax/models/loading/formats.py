@@ -14,12 +14,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.linear import reads_interleaved_rows, reads_stacked_weights
-from paged_jax.kernels.weight_formats import (
-    PACKED_INPUTS,
-    WeightFormat,
-    common_format,
-    divide_groups,
-)
+from paged_jax.kernels.weight_formats import WeightFormat, common_format, divide_groups
+from paged_jax.kernels.weight_packing import PACKED_INPUTS
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.parameters import ModelSpec
 from paged_jax.models.loading.stored_tensors import StoredTensor, TensorMapping
@@ -91,22 +87,23 @@ def find_devices(config: LlamaConfig, sharding: Sharding) -> set[Any]:
     return placement.device_set
 
 
-def can_keep_5_bits(config: LlamaConfig, sharding: Sharding) -> bool:
-    """Return the result of `keeps_5_bits` for the devices of a sharding, see `find_devices`."""
+def can_keep_compact(config: LlamaConfig, sharding: Sharding) -> bool:
+    """Return the result of `keeps_compact` for the devices of a sharding, see `find_devices`."""
     devices = find_devices(config, sharding)
-    return keeps_5_bits(next(iter(devices)).platform, len(devices))
+    return keeps_compact(next(iter(devices)).platform, len(devices))
 
 
-def keeps_5_bits(platform: str, num_devices: int) -> bool:
-    """Return whether loading keeps values of 5 bits. If not, it converts them to int8.
+def keeps_compact(platform: str, num_devices: int) -> bool:
+    """Return whether loading keeps compact formats. If not, it converts them exactly.
 
-    Only the C++ kernels for CPUs read such values, and not in programs for several devices.
+    Only the C++ kernels for CPUs read them, see `WeightFormat.widened`, and not in programs for
+    several devices.
     """
     return num_devices == 1 and reads_stacked_weights(platform)
 
 
 def widen(formats: MatrixFormats, names: Iterable[str]) -> MatrixFormats:
-    """Return the formats of the parameters `names`, with int8 instead of values of 5 bits."""
+    """Return the formats of the parameters `names` without compact formats."""
     return MatrixFormats.create({name: formats[name].widened for name in names if is_matrix(name)})
 
 
@@ -123,7 +120,7 @@ def choose_formats(
     mappings: Mapping[str, list[TensorMapping]],
     *,
     dequantise: bool,
-    has_5_bits: bool,
+    allow_compact: bool,
     num_devices: int | None = None,
 ) -> MatrixFormats:
     """Choose the storage format of each matrix of a model that is read from files.
@@ -139,7 +136,7 @@ def choose_formats(
       stored: tensors of the files by name.
       mappings: for each parameter of the model with separate layers, its mappings to the tensors.
       dequantise: whether to convert all quantised matrices to floats.
-      has_5_bits: result of `keeps_5_bits`.
+      allow_compact: result of `keeps_compact`.
       num_devices: number of devices over which the model is divided; None to derive it from the
         placement in `spec`.
     """
@@ -156,7 +153,7 @@ def choose_formats(
         if is_kept and any(is_quantised(stored[each.tensor]) for each in mappings[name]):
             format = find_format(stored, mappings[name], shape[-1])
         if isinstance(format, WeightFormat) and format.is_quantised:
-            format = format if has_5_bits else format.widened
+            format = format if allow_compact else format.widened
             if num_devices is None:
                 num_parts = _num_parts(spec, name, shape)
             else:

@@ -31,7 +31,8 @@ from collections.abc import Callable, Iterator, Mapping
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, pack
+from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat
+from paged_jax.kernels.weight_packing import join_levels, pack, split_levels
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.gguf_config import ROPE_TENSORS
 from paged_jax.models.gguf_file import GgufFile, TensorEntry
@@ -49,13 +50,13 @@ FORMATS: Mapping[str, WeightFormat] = {
     "Q4_1": WeightFormat("uint4", 32, "float16", "float16"),
     "Q5_0": WeightFormat("int5", 32, "float16"),
     "Q5_1": WeightFormat("uint5", 32, "float16", "float16"),
-    "Q4_K": WeightFormat("uint4", 32, "float32", "float32"),
-    "Q5_K": WeightFormat("uint5", 32, "float32", "float32"),
-    "Q6_K": WeightFormat("int8", 16, "float32"),
-    "Q2_K": WeightFormat("uint4", 16, "float32", "float32"),
-    "Q3_K": WeightFormat("int4", 16, "float32"),
+    "Q4_K": WeightFormat("uint4", 32, "int8", "int8"),
+    "Q5_K": WeightFormat("uint5", 32, "int8", "int8"),
+    "Q6_K": WeightFormat("int8", 16, "int8"),
+    "Q2_K": WeightFormat("uint4", 16, "int8", "int8"),
+    "Q3_K": WeightFormat("int4", 16, "int8"),
     "IQ4_NL": WeightFormat("iq4", 32, "float16"),
-    "IQ4_XS": WeightFormat("iq4", 32, "float32"),
+    "IQ4_XS": WeightFormat("iq4", 32, "int8"),
     # The scales of MXFP4 are powers of two, which bfloat16 represents exactly.
     "MXFP4": WeightFormat("e2m1", 32, "bfloat16"),
 }
@@ -197,7 +198,8 @@ class GgufTensor(QuantisedTensor):
         with np.errstate(invalid="ignore", over="ignore"):  # reported below
             arrays = read(data.reshape(len(data), num_blocks, self.row_bytes // num_blocks))
         values, *scales = (x.reshape(len(data), math.prod(x.shape[1:])) for x in arrays)
-        if not all(map(is_finite, scales)):
+        floats = (split_levels(x, self.shape[-1])[1] if x.dtype == np.int8 else x for x in scales)
+        if not all(map(is_finite, floats)):
             raise WeightsError(
                 f"load_weights: the scales of {self.name} must be finite, got infinity or NaN."
             )
@@ -322,8 +324,17 @@ def _read_k_scales(blocks: np.ndarray) -> _Arrays:
     scales, mins, rest = (blocks[..., 4 + i : 8 + i] for i in (0, 4, 8))
     scales = np.concatenate([scales & 63, rest & 15 | scales >> 6 << 4], axis=-1)
     mins = np.concatenate([mins & 63, rest >> 4 | mins >> 6 << 4], axis=-1)
-    factor, offset = _half(blocks, 0).astype(np.float32), _half(blocks, 2).astype(np.float32)
-    return factor * scales.astype(np.float32), -(offset * mins.astype(np.float32))
+    return _two_levels(scales, _half(blocks, 0)), _two_levels(mins, -_half(blocks, 2))
+
+
+def _two_levels(numbers: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    """Return scales of two levels, int8 ``[..., groups + 4]``, one block after the other.
+
+    Args:
+      numbers: a number for each group, from -128 to 127, ``[..., groups]``.
+      factors: the factor of each block, ``[..., 1]``.
+    """
+    return join_levels(numbers.astype(np.int8, copy=False), factors.astype(np.float32))
 
 
 def _read_q4_k(blocks: np.ndarray) -> _Arrays:
@@ -348,8 +359,7 @@ def _read_q6_k(blocks: np.ndarray) -> _Arrays:
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     high = blocks[..., 128:192].reshape(*lead, 2, 1, 32) >> shifts & 3
     values = (low | high << 4).view(np.int8) - np.int8(32)
-    scales = blocks[..., 192:208].view(np.int8).astype(np.float32)
-    return values, _half(blocks, 208).astype(np.float32) * scales
+    return values, _two_levels(blocks[..., 192:208].view(np.int8), _half(blocks, 208))
 
 
 def _quarters(data: np.ndarray) -> np.ndarray:
@@ -360,8 +370,8 @@ def _quarters(data: np.ndarray) -> np.ndarray:
 def _read_q2_k(blocks: np.ndarray) -> _Arrays:
     values = _quarters(blocks[..., 16:80].reshape(*blocks.shape[:-1], 2, 32))
     scales, mins = (blocks[..., :16] >> bit & 15 for bit in (0, 4))
-    factor, offset = _half(blocks, 80).astype(np.float32), _half(blocks, 82).astype(np.float32)
-    return pack(values), factor * scales.astype(np.float32), -(offset * mins.astype(np.float32))
+    scales, mins = _two_levels(scales, _half(blocks, 80)), _two_levels(mins, -_half(blocks, 82))
+    return pack(values), scales, mins
 
 
 def _read_q3_k(blocks: np.ndarray) -> _Arrays:
@@ -373,14 +383,14 @@ def _read_q3_k(blocks: np.ndarray) -> _Arrays:
     scales, rest = (x.reshape(*lead, 16) for x in (
         _nibbles(blocks[..., 96:104]), _quarters(blocks[..., 104:108])
     ))  # fmt: skip
-    factor = _half(blocks, 108).astype(np.float32)
     # int4 stores the number -4 + u as 4 + u.
-    return pack(low + (high << 2) + np.uint8(4)), factor * _signed(scales, rest)
+    values = pack(low + (high << 2) + np.uint8(4))
+    return values, _two_levels(_signed(scales, rest), _half(blocks, 108))
 
 
 def _signed(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Return scales of 6 bits, from -32 to 31, as float32."""
-    return (low | high << 4).astype(np.float32) - 32
+    """Return scales of 6 bits, int8 from -32 to 31."""
+    return (low | high << 4).view(np.int8) - np.int8(32)
 
 
 def _read_iq4_nl(blocks: np.ndarray) -> _Arrays:
@@ -391,7 +401,7 @@ def _read_iq4_xs(blocks: np.ndarray) -> _Arrays:
     low = np.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], axis=-1)
     high = blocks.view("<u2")[..., 1, None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     scales = _signed(low.reshape(*blocks.shape[:-1], 8), high.astype(np.uint8))
-    return blocks[..., 8:], _half(blocks, 0).astype(np.float32) * scales
+    return blocks[..., 8:], _two_levels(scales, _half(blocks, 0))
 
 
 def _read_mxfp4(blocks: np.ndarray) -> _Arrays:

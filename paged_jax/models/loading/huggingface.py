@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.gguf_file import GgufFile, is_gguf
-from paged_jax.models.loading.formats import can_keep_5_bits, choose_formats, interleave_rows
+from paged_jax.models.loading.formats import can_keep_compact, choose_formats, interleave_rows
 from paged_jax.models.loading.gguf_tensors import find_gguf_tensors
 from paged_jax.models.loading.parameters import (
     Model,
@@ -98,8 +98,8 @@ def load_weights(
     dtype = resolve_dtype("load_weights", dtype, config)
     wide, stored, mappings = _open(model_class, folder, config, dtype, sharding)
     if formats is None:
-        has_5_bits = can_keep_5_bits(config, sharding)
-        options: Any = {"dequantise": dequantise, "has_5_bits": has_5_bits}
+        allow_compact = can_keep_compact(config, sharding)
+        options: Any = {"dequantise": dequantise, "allow_compact": allow_compact}
         formats = choose_formats(wide, dtype, stored, mappings, **options)
     shapes = wide.separate_shapes()
     if interleave:
@@ -154,15 +154,15 @@ def find_formats(
     folder: str | Path,
     config: LlamaConfig,
     *,
-    has_5_bits: bool,
+    allow_compact: bool,
     num_devices: int,
     dtype: DTypeLike = "auto",
     dequantise: bool = False,
 ) -> MatrixFormats:
     """Return the formats that `load_weights` would choose for the matrices of a model.
 
-    `has_5_bits` is the result of `keeps_5_bits`. `num_devices` is the number of devices over which
-    the model will be divided. The other arguments are as in `load_weights`.
+    `allow_compact` is the result of `keeps_compact`. `num_devices` is the number of devices over
+    which the model will be divided. The other arguments are as in `load_weights`.
 
     Raises:
       WeightsError: see `load_weights`.
@@ -170,7 +170,7 @@ def find_formats(
     dtype = resolve_dtype("load_weights", dtype, config)
     spec, stored, mappings = _open(model_class, folder, config, dtype)
     options: Any = {"dequantise": dequantise, "num_devices": num_devices}
-    return choose_formats(spec, dtype, stored, mappings, has_5_bits=has_5_bits, **options)
+    return choose_formats(spec, dtype, stored, mappings, allow_compact=allow_compact, **options)
 
 
 def _open(

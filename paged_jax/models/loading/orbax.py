@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.loading.formats import can_keep_5_bits, widen
+from paged_jax.models.loading.formats import can_keep_compact, widen
 from paged_jax.models.loading.parameters import (
     Model,
     ModelSpec,
@@ -121,8 +121,8 @@ def load_checkpoint(
 
     if formats is None:
         options: Any = {"dtype": dtype, "dequantise": dequantise}
-        has_5_bits = can_keep_5_bits(config, sharding)
-        formats = find_saved_formats(path, config, has_5_bits=has_5_bits, **options)
+        allow_compact = can_keep_compact(config, sharding)
+        formats = find_saved_formats(path, config, allow_compact=allow_compact, **options)
     spec = ModelSpec(model_class, config, floats, scan_layers, sharding, formats)
     # If the format of a matrix changes, it is first restored in the saved format, and then
     # converted. Matrices can only be stacked if they have the same format in all layers. If this
@@ -165,13 +165,14 @@ def find_saved_formats(
     path: str | Path,
     config: LlamaConfig,
     *,
-    has_5_bits: bool,
+    allow_compact: bool,
     dtype: DTypeLike = "auto",
     dequantise: bool = False,
 ) -> MatrixFormats:
     """Return the formats that `load_checkpoint` would choose for the matrices of a checkpoint.
 
-    `has_5_bits` is the result of `keeps_5_bits`. The other arguments are as in `load_checkpoint`.
+    `allow_compact` is the result of `keeps_compact`. The other arguments are as in
+    `load_checkpoint`.
     """
     dtype = resolve_dtype("load_checkpoint", dtype, config)
     if dtype in DTYPE_FORMATS:
@@ -179,7 +180,7 @@ def find_saved_formats(
     if dequantise:
         return MatrixFormats(WeightFormat(dtype))
     formats = _read_formats(Path(path), config).with_floats(dtype)
-    if has_5_bits or not formats.has_5_bits:
+    if allow_compact or not formats.is_compact:
         return formats
     return widen(formats, _stored_shapes(Path(path)))
 

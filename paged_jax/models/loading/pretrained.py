@@ -16,7 +16,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.config_json import text_config
 from paged_jax.models.gguf_config import read_gguf_config
 from paged_jax.models.gguf_file import GgufFile, is_gguf
-from paged_jax.models.loading.formats import find_devices, fit_format, keeps_5_bits
+from paged_jax.models.loading.formats import find_devices, fit_format, keeps_compact
 from paged_jax.models.loading.huggingface import (
     find_formats,
     load_weights,
@@ -158,8 +158,8 @@ def read_formats(
       The formats; None if the folder has no weights, and ``config.json`` describes no
       quantisation. Then the formats depend only on `dtype`.
     """
-    has_5_bits = keeps_5_bits(platform or _device(config, None).platform, num_devices)
-    options: Any = {"dtype": dtype, "dequantise": dequantise, "has_5_bits": has_5_bits}
+    allow_compact = keeps_compact(platform or _device(config, None).platform, num_devices)
+    options: Any = {"dtype": dtype, "dequantise": dequantise, "allow_compact": allow_compact}
     if is_checkpoint(folder):
         return find_saved_formats(folder, config, **options)
     if not is_gguf(folder) and not any(Path(folder).glob("*.safetensors")):

@@ -28,8 +28,8 @@ from paged_jax.kernels.weight_formats import (
     WeightFormat,
     convert,
     dequantise,
-    unpack,
 )
+from paged_jax.kernels.weight_packing import unpack
 from paged_jax.models.loading.stored_tensors import TensorMapping
 from paged_jax.models.matrix_formats import SUFFIXES, MatrixFormats
 

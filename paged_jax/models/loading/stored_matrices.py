@@ -27,8 +27,8 @@ from paged_jax.kernels.weight_formats import (
     WeightFormat,
     common_format,
     convert,
-    interleave,
 )
+from paged_jax.kernels.weight_packing import interleave
 from paged_jax.models.loading.formats import Stored, have_same_order, is_quantised
 from paged_jax.models.loading.stored_tensors import StoredTensor, TensorMapping
 from paged_jax.models.matrix_formats import (

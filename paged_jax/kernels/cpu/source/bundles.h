@@ -3,8 +3,9 @@
 //
 //   word 0 of rows 0 1 ... 31 | word 1 of rows 0 1 ... 31 | ...
 //
-// Scales and minima are stored in the same way, with a float instead of a word. Each group must consist of
-// complete units, and N must be a multiple of BUNDLE_ROWS. The results are the same bits as for other weights.
+// Scales and minima are stored in the same way, with a float instead of a word if they are floats. Each group
+// must consist of complete units, and N must be a multiple of BUNDLE_ROWS. The results are the same bits as for
+// other weights.
 #pragma once
 
 #include "weight_units.h"
@@ -39,6 +40,12 @@ INLINE void prefetch_units(const uint8_t* from, int blocks) {
     for (int byte = 0; byte < blocks * 4 * LANES; byte += 64) __builtin_prefetch(from + byte, 0, 2);
 }
 
+// Place of the scales and minima of a group in a bundle.
+struct GroupPlace {
+  int index;
+  Sections::Place in_sections;
+};
+
 // Scales or minima of LANES rows, one group after the other.
 struct GroupFloats {
   const uint8_t* from;  // null if there are none
@@ -48,11 +55,17 @@ struct GroupFloats {
     from = rows.begin ? find_row(rows, row, size()) : nullptr;
   }
 
-  int size() const { return kind == FLOAT32 ? 4 : 2; }
+  // Returns the number of bytes that are interleaved.
+  int size() const { return kind == FLOAT32 || kind == TWO_LEVELS ? 4 : 2; }
 
   // Loads the floats of a group for LANES rows, from row `offset` on.
-  INLINE Floats load(int group, int offset = 0) const {
-    const uint8_t* place = from + (group * BUNDLE_ROWS + offset) * size();
+  INLINE Floats load(const GroupPlace& group, int offset = 0) const {
+    auto find = [&](int index) { return from + (index * BUNDLE_ROWS + offset) * size(); };
+    if (kind == TWO_LEVELS) {
+      const Sections::Place& place = group.in_sections;
+      return place.scales(::load<Ints>(find(place.number_word)), ::load<Floats>(find(place.factor_word)));
+    }
+    const uint8_t* place = find(group.index);
     if (kind == FLOAT32) return ::load<Floats>(place);
     if (kind == BFLOAT16) return (Floats)(widen((const uint16_t*)place) << 16);
     return Float16::half((const uint16_t*)place, 0);
@@ -60,8 +73,10 @@ struct GroupFloats {
 };
 
 // Loads groups `first` to `last`.
-inline void load_floats(float* to, const GroupFloats& floats, int first, int last) {
-  for (int group = first; group < last; group++, to += LANES) store(to, floats.load(group));
+inline void load_floats(
+    float* to, const GroupFloats& floats, int first, int last, const Sections& sections) {
+  for (int group = first; group < last; group++, to += LANES)
+    store(to, floats.load({group, sections.find(group)}));
 }
 
 // Sums of the products of B blocks with a panel of size M. They are members of nested structs, like `Sums`.
@@ -85,13 +100,13 @@ struct BlockSums {
   }
 
   INLINE void add_to(
-      BlockSums<B, M, Floats>& totals, const GroupFloats& scales, int group,
+      BlockSums<B, M, Floats>& totals, const GroupFloats& scales, const GroupPlace& group,
       const Rounding* roundings) const {
     others.add_to(totals.others, scales, group, roundings);
     last.add_to(totals.last, scales.load(group, (B - 1) * LANES), roundings);
   }
 
-  INLINE void add_mins(const GroupFloats& mins, int group, const float* x_sums) {
+  INLINE void add_mins(const GroupFloats& mins, const GroupPlace& group, const float* x_sums) {
     others.add_mins(mins, group, x_sums);
     last.add_mins(mins.load(group, (B - 1) * LANES), x_sums);
   }
@@ -106,8 +121,9 @@ template <int M, class Sum>
 struct BlockSums<0, M, Sum> {
   INLINE void start(const Rounding*) {}
   INLINE void add_units(const Decoder&, const uint8_t*, const Cell*) {}
-  INLINE void add_to(BlockSums<0, M, Floats>&, const GroupFloats&, int, const Rounding*) const {}
-  INLINE void add_mins(const GroupFloats&, int, const float*) {}
+  INLINE void add_to(
+      BlockSums<0, M, Floats>&, const GroupFloats&, const GroupPlace&, const Rounding*) const {}
+  INLINE void add_mins(const GroupFloats&, const GroupPlace&, const float*) {}
   INLINE void store_to(float*) const {}
 };
 
@@ -123,11 +139,13 @@ NOINLINE void multiply_whole_rows(const Matrix& matrix, int64_t row, const Panel
   constexpr int B = BLOCKS<M>;
   const Groups& groups = matrix.groups;
   const GroupFloats scales(matrix.scales, row, matrix.scale_kind), mins(matrix.mins, row, matrix.min_kind);
+  const Sections sections(groups.size);
   const uint8_t* from = find_row(matrix.values, row, 4);
   const Cell* x = panel.cells;
   const Rounding* roundings = panel.roundings;
   BlockSums<B, M, Floats> totals;
-  for (int group = 0; group < groups.count; group++) {
+  for (int index = 0; index < groups.count; index++) {
+    GroupPlace group = {index, sections.find(index)};
     for (int rest = groups.cells; rest > 0; rest -= groups.segment_cells) {
       BlockSums<B, M, Cells::Sum> sums;
       if constexpr (Cells::HAS_SCALES) sums.start(roundings);
@@ -139,7 +157,7 @@ NOINLINE void multiply_whole_rows(const Matrix& matrix, int64_t row, const Panel
       sums.add_to(totals, scales, group, roundings);
       if (Cells::HAS_SCALES) roundings += M;
     }
-    if (mins.from) totals.add_mins(mins, group, panel.sums + group * M);
+    if (mins.from) totals.add_mins(mins, group, panel.sums + index * M);
   }
   totals.store_to(to);
 }

@@ -2,7 +2,7 @@
 //
 //   x        f32 [M, K]
 //   values   [L, X, N, K], or values of B bits [L, X, N, K * B / 8]; for one weight (X = 1) also [L, N, ...]
-//   scales   floats [L, X, N, groups] or [L, N, groups]
+//   scales   floats [L, X, N, groups] or [L, N, groups]; or scales of two levels, int8 [..., N, columns]
 //   table    f32 [2 ** B], the numbers that values of B bits stand for
 //   layer    i32 [], the layer to read
 //   mins     minima like the scales, only if the attribute `has_mins` is set
@@ -33,7 +33,7 @@ struct QuantisedCall {
     is_interleaved = attribute<int32_t>(frame, "is_interleaved");
     sizes = argument(frame, next);
     M = x->dims[0], X = sizes->dims[0], N = values->dims[values->rank - 2];
-    groups = Groups::divide<Decoder>(x->dims[1], scales->dims[scales->rank - 1]);
+    groups = Groups::divide<Decoder>(x->dims[1], count_groups(scales, x->dims[1]));
   }
 
   // Returns the weight of a group.
@@ -63,6 +63,12 @@ struct QuantisedCall {
     return {begin + first * bytes, bytes, begin + num_rows * bytes};
   }
 
+  // Returns the number of groups of `num_inputs` inputs. Factors of sections take four columns.
+  static int count_groups(const XLA_FFI_Buffer* scales, int64_t num_inputs) {
+    int64_t columns = scales->dims[scales->rank - 1];
+    return kind(scales) == TWO_LEVELS ? columns - 4 * (num_inputs / Sections::INPUTS) : columns;
+  }
+
   static int64_t size(const XLA_FFI_Buffer* buffer) {
     if (buffer->dtype == XLA_FFI_DataType_F32) return 4;
     return buffer->dtype == XLA_FFI_DataType_F16 || buffer->dtype == XLA_FFI_DataType_BF16 ? 2 : 1;
@@ -70,6 +76,7 @@ struct QuantisedCall {
 
   static FloatKind kind(const XLA_FFI_Buffer* buffer) {
     if (!buffer || buffer->dtype == XLA_FFI_DataType_F32) return FLOAT32;
+    if (buffer->dtype == XLA_FFI_DataType_S8) return TWO_LEVELS;
     return buffer->dtype == XLA_FFI_DataType_BF16 ? BFLOAT16 : FLOAT16;
   }
 };

@@ -104,9 +104,12 @@ struct Product {
   void load_scales(Strip& strip, float* scales, float* mins) const {
     int first = strip.first / strip.groups.num_segments;
     int last = (strip.last - 1) / strip.groups.num_segments + 1;
+    const Sections sections(matrix.groups.size);
     auto load = [&](float* to, const ByteRows& rows, FloatKind kind) {
       if (matrix.is_interleaved)
-        load_floats(to, GroupFloats(rows, strip.row, kind), first, last);
+        load_floats(to, GroupFloats(rows, strip.row, kind), first, last, sections);
+      else if (kind == TWO_LEVELS)
+        transpose_sections(to, rows, strip.row, strip.num_rows, first, last, sections);
       else
         transpose_floats(to, rows, strip.row, strip.num_rows, first, last, kind);
       return to;

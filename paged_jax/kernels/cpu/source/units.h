@@ -125,7 +125,36 @@ inline WordsOf<COUNT> add_words(const Words& words, const uint8_t* from, int64_t
   }
 }
 
-enum FloatKind : int32_t { FLOAT32, BFLOAT16, FLOAT16 };
+// Formats of scales and minima. TWO_LEVELS is described below.
+enum FloatKind : int32_t { FLOAT32, BFLOAT16, FLOAT16, TWO_LEVELS };
+
+// Scales or minima of two levels. For each section of inputs, a row has an int8 number for each group, in words
+// of four groups, and a word with a float32 factor. A group's scale is its number times the factor.
+struct Sections {
+  static constexpr int INPUTS = 256;  // in a section
+  int log2_groups;                    // in a section
+
+  explicit Sections(int group_size)
+      : log2_groups(group_size < INPUTS ? __builtin_ctz(INPUTS / group_size) : 0) {}
+
+  int groups() const { return 1 << log2_groups; }
+  int words() const { return groups() / 4 + 1; }
+
+  // Place of the scale of a group.
+  struct Place {
+    int number_word, factor_word;  // words with the number of the group, and with its factor
+    int shift;                     // to move the number to the highest byte of its word
+
+    Floats scales(Ints numbers, Floats factors) const {
+      return __builtin_convertvector(numbers << shift >> 24, Floats) * factors;
+    }
+  };
+
+  Place find(int group) const {
+    int first = (group >> log2_groups) * words(), index = group & (groups() - 1);
+    return {first + index / 4, first + words() - 1, 24 - index % 4 * 8};
+  }
+};
 
 // Converts float16 numbers in the lower halves of 32-bit lanes. The upper halves must be zeros.
 inline Floats widen_float16(Ints bits) {
@@ -138,17 +167,40 @@ inline Floats widen_float16(Ints bits) {
 #endif
 }
 
+// Loads `valid` bytes of each row from byte `offset` on, or UNIT_BYTES if these are in the array too. Reading
+// bytes of other groups or rows does no harm, but reading past the end of the array does.
+inline Words load_at_least(const ByteRows& rows, int64_t row, int num_rows, int64_t offset, int64_t valid) {
+  const uint8_t* last_row = rows.begin + (row + LANES - 1) * rows.row_bytes;
+  bool is_inside = valid >= UNIT_BYTES || last_row + offset + UNIT_BYTES <= rows.end;
+  return load_unit(rows, row, num_rows, offset, is_inside ? UNIT_BYTES : valid).transpose();
+}
+
+// Converts groups `first` to `last` of scales of two levels to float32 [groups, LANES], for `num_rows` rows.
+inline void transpose_sections(
+    float* to, const ByteRows& rows, int64_t row, int num_rows, int first, int last,
+    const Sections& sections) {
+  constexpr int MOST_WORDS = Sections::INPUTS / 4 + 1;
+  Ints words[MOST_WORDS + UNIT_WORDS];
+  int loaded = -1;  // the factor's word of the loaded section
+  for (int group = first; group < last; group++, to += LANES) {
+    Sections::Place place = sections.find(group);
+    int64_t before = place.factor_word - sections.words() + 1;
+    for (int i = 0; i < sections.words() && place.factor_word != loaded; i += UNIT_WORDS) {
+      Words unit = load_at_least(rows, row, num_rows, 4 * (before + i), 4 * (sections.words() - i));
+      memcpy(words + i, unit.each, sizeof unit.each);
+    }
+    loaded = place.factor_word;
+    store(to, place.scales(words[place.number_word - before], (Floats)words[loaded - before]));
+  }
+}
+
 // Converts groups `first` to `last` of floats [rows, groups] to float32 [groups, LANES], for `num_rows`
 // rows. Writes up to two groups after the last one.
 inline void transpose_floats(
     float* to, const ByteRows& rows, int64_t row, int num_rows, int first, int last, FloatKind kind) {
   int bytes = kind == FLOAT32 ? 4 : 2;
-  const uint8_t* last_row = rows.begin + (row + LANES - 1) * rows.row_bytes;
   for (int group = first; group < last;) {
-    int64_t offset = (int64_t)group * bytes, valid = (int64_t)(last - group) * bytes;
-    // Reading bytes of other groups or rows does no harm, but reading past the end of the array does.
-    bool is_inside = valid >= UNIT_BYTES || last_row + offset + UNIT_BYTES <= rows.end;
-    Words words = load_unit(rows, row, num_rows, offset, is_inside ? UNIT_BYTES : valid).transpose();
+    Words words = load_at_least(rows, row, num_rows, (int64_t)group * bytes, (int64_t)(last - group) * bytes);
 #pragma GCC unroll 4
     for (int i = 0; i < UNIT_WORDS && group < last; i++, group += 4 / bytes, to += 4 / bytes * LANES) {
       Ints word = words.each[i], upper = word & (int32_t)0xffff0000;
