@@ -347,8 +347,7 @@ def _check_same_formats(formats: MatrixFormats | None, own: MatrixFormats | None
     """Raise ValueError if new weights are quantised in other formats than the engine's, `own`."""
     if formats is None or own is None or not formats.is_quantised:
         return
-    names = {*dict(formats.others), *dict(own.others), "default"}
-    for name in sorted(names):
+    for name in sorted({*dict(formats.others), *dict(own.others), "default"}):
         its, ours = formats[name], own[name]
         if its != ours and (its.is_quantised or ours.is_quantised):
             raise ValueError(
@@ -359,7 +358,8 @@ def _check_same_formats(formats: MatrixFormats | None, own: MatrixFormats | None
 
 
 def _describe(format: WeightFormat) -> str:
-    return f"{format.code} in groups of {format.group_size}" if format.group_size else format.code
+    levels = " with scales of two levels" if format.has_sections else ""
+    return format.code + (f" in groups of {format.group_size}{levels}" if format.group_size else "")
 
 
 def _check_values(dtypes: list[Any], leaves: _Leaves) -> None:

@@ -6,16 +6,16 @@ A quantised matrix ``[*out, in]`` is divided into groups of consecutive inputs. 
 
 The minima are optional. Scales and minima are floats, or have two levels: an int8 number for each
 group, times a float32 factor for each section of 256 inputs, as in the types Q4_K and Q6_K of GGUF
-files. Then ``scales`` is int8. For each section, it has the numbers of the groups, followed by the
-four bytes of the factor::
+files. The array is then int8: for each section, the numbers of its groups, followed by the four
+bytes of the factor::
 
     section of 256 inputs, groups of 32        12 bytes
     groups 0 ... 7, factor                     | s0 | s1 | ... | s7 | factor (float32) |
 
-An 8-bit value, int8 or float8_e4m3fn, is its own number. A value of 4 or
-5 bits is an index into a table of numbers in `CODES`. Such values are packed: `values` is uint8
-``[*out, in * bits / 8]``. The low 4 bits of 32 inputs take 16 bytes: byte j holds those of input j
-in its low half and those of input 16 + j in its high half, as in GGUF files::
+An 8-bit value, int8 or float8_e4m3fn, is its own number. A value of 4 or 5 bits is an index into a
+table of numbers in `CODES`. Such values are packed: `values` is uint8 ``[*out, in * bits / 8]``.
+The low 4 bits of 32 inputs take 16 bytes: byte j holds those of input j in its low half and those
+of input 16 + j in its high half, as in GGUF files::
 
     inputs 32 b ... 32 b + 31        16 bytes
     0  1  2 ... 15                   | 16:0 | 17:1 | 18:2 | ... | 31:15 |    (high:low)
@@ -97,11 +97,11 @@ class WeightFormat:
       code: code of the values, a name in `FLOAT_CODES`, `BYTE_CODES` or `CODES`.
       group_size: number of inputs that share a scale, a divisor of the number of inputs; None if
         all inputs of a row share a scale.
-      scale_dtype: dtype of the scales: a float dtype, or int8 for scales of two levels, whose
-        group size divides 256; None for plain floats, which have no scales.
+      scale_dtype: dtype of the scales: a float dtype, or int8 for scales of two levels, which need
+        a group size that divides 64; None for plain floats, which have no scales.
       min_dtype: dtype of the minima, like `scale_dtype`; None for no minima.
       has_order: whether the inputs are reordered.
-      is_interleaved: whether the rows are interleaved, see `interleave`.
+      is_interleaved: whether the rows are interleaved, see `weight_packing.interleave`.
     """
 
     code: str
@@ -138,16 +138,19 @@ class WeightFormat:
 
     @property
     def unit(self) -> int:
-        """Number of inputs that must stay together if the inputs are divided over devices."""
+        """Smallest number of inputs that consists of whole groups, packed blocks and sections.
+
+        If the inputs are divided over devices, each device must get a multiple of it.
+        """
         packed = PACKED_INPUTS if self.is_packed else 1
         return math.lcm(self.group_size or 1, packed, SECTION_INPUTS if self.has_sections else 1)
 
     @property
     def widened(self) -> "WeightFormat":
-        """The same format for kernels that do not read compact formats.
+        """The same format without compact storage, for kernels that do not support it.
 
-        Compact formats have values of 5 bits, or scales of two levels. Only CPUs have kernels for
-        them. Here, these values become int8, and these scales become float32.
+        A format is compact if it has values of 5 bits or scales of two levels. Only CPUs have
+        kernels for these. Values of 5 bits become int8, and scales of two levels become float32.
         """
 
         def widen(dtype: str | None) -> str | None:
@@ -159,7 +162,7 @@ class WeightFormat:
 
     @property
     def is_compact(self) -> bool:
-        """Whether only CPUs have kernels for the format, see `widened`."""
+        """Whether the format is compact, see `widened`."""
         return self != self.widened
 
     def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
@@ -247,8 +250,8 @@ class Weight:
         None.
       code: code of the values, see `WeightFormat` (static). None if it is the dtype of `values`.
       dtype: float dtype of the model (static). Matmuls by a quantised weight round `x` to it.
-      is_interleaved: whether the rows of all arrays are interleaved, see `interleave` (static). The
-        shapes are the same in both cases.
+      is_interleaved: whether the rows of all arrays are interleaved, see
+        `weight_packing.interleave` (static). The shapes are the same in both cases.
     """
 
     values: jax.Array
@@ -349,9 +352,9 @@ def common_format(formats: Iterable[WeightFormat], num_inputs: int) -> WeightFor
       num_inputs: the number of inputs.
 
     Example:
-      >>> q4_0 = WeightFormat("int4", 32, "float16")
-      >>> q6_k = WeightFormat("int8", 16, "float32")
-      >>> common_format([q4_0, q6_k], 64) == q6_k  # int4 values fit int8, groups of 32 fit 16
+      >>> int4 = WeightFormat("int4", 32, "float16")
+      >>> int8 = WeightFormat("int8", 16, "float32")
+      >>> common_format([int4, int8], 64) == int8  # int4 values fit int8, groups of 32 fit 16
       True
     """
     first, *others = dict.fromkeys(formats)
@@ -427,8 +430,8 @@ def _convert_scales(
     """Divide scales or minima, repeat them for smaller groups, and convert them to `dtype`."""
     xp, repeats = scales.__array_namespace__(), num_groups // count_groups(scales, num_inputs)
     if dtype == "int8":
-        integers, factors = split_levels(scales, num_inputs)
-        return join_levels(xp.repeat(integers, repeats, axis=-1), factors / divisor)
+        first_level, factors = split_levels(scales, num_inputs)
+        return join_levels(xp.repeat(first_level, repeats, axis=-1), factors / divisor)
     floats = scale_floats(scales, num_inputs) / divisor
     return xp.repeat(floats, repeats, axis=-1).astype(jnp.dtype(dtype))
 

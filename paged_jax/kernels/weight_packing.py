@@ -1,7 +1,8 @@
-"""Packing of the arrays of a quantised weight: small values, scales of two levels, and row order.
+"""Packing of quantised weights: values of 4 and 5 bits, scales of two levels, and order of rows.
 
-The functions accept arrays of NumPy and of JAX, and return arrays of the same kind, unless their
-types say otherwise. `paged_jax.kernels.weight_formats` describes values and scales.
+`paged_jax.kernels.weight_formats` describes values and scales. The functions accept arrays of NumPy
+and of JAX, and return arrays of the same kind. Those annotated with `jax.Array` accept only JAX
+arrays.
 """
 
 from collections.abc import Callable
@@ -70,13 +71,13 @@ def join_levels(numbers: Any, factors: Any) -> Any:
       factor.
     """
     xp = numbers.__array_namespace__()
-    sections = numbers.reshape(*factors.shape, -1)
+    sections = _in_sections(numbers, factors.shape[-1])
     if isinstance(factors, np.ndarray):
         factor_bytes = factors.astype("<f4")[..., None].view(np.int8)
     else:
         factor_bytes = lax.bitcast_convert_type(factors, jnp.int8)
     joined = xp.concatenate([sections, factor_bytes], axis=-1)
-    return joined.reshape(*factors.shape[:-1], -1)
+    return joined.reshape(*factors.shape[:-1], factors.shape[-1] * joined.shape[-1])
 
 
 def split_levels(scales: Any, num_inputs: int) -> tuple[Any, Any]:
@@ -86,21 +87,27 @@ def split_levels(scales: Any, num_inputs: int) -> tuple[Any, Any]:
       scales: int8 ``[..., columns]``.
       num_inputs: number of inputs of the matrix.
     """
-    num_sections = num_inputs // SECTION_INPUTS
-    sections = scales.reshape(*scales.shape[:-1], num_sections, -1)
+    sections = _in_sections(scales, num_inputs // SECTION_INPUTS)
     numbers, factor_bytes = sections[..., :-FACTOR_BYTES], sections[..., -FACTOR_BYTES:]
     if isinstance(scales, np.ndarray):
         factors = np.ascontiguousarray(factor_bytes).view("<f4")[..., 0]
     else:
         factors = lax.bitcast_convert_type(factor_bytes, jnp.float32)
-    return numbers.reshape(*scales.shape[:-1], -1), factors
+    num_groups = numbers.shape[-2] * numbers.shape[-1]
+    return numbers.reshape(*scales.shape[:-1], num_groups), factors
+
+
+def _in_sections(columns: Any, num_sections: int) -> Any:
+    """Reshape ``[..., n]`` to ``[..., num_sections, n / num_sections]``."""
+    *rows, count = columns.shape
+    return columns.reshape(*rows, num_sections, count // num_sections)
 
 
 def round_levels(floats: Any, num_inputs: int) -> Any:
     """Round float scales or minima ``[..., groups]`` to two levels, see `join_levels`."""
     xp = floats.__array_namespace__()
-    sections = floats.reshape(*floats.shape[:-1], num_inputs // SECTION_INPUTS, -1)
-    # With this lower bound, quotients are finite.
+    sections = _in_sections(floats, num_inputs // SECTION_INPUTS)
+    # The lower bound keeps `127 / largest` finite.
     largest = xp.maximum(xp.abs(sections).max(-1), 127 * jnp.finfo(np.float32).tiny)
     numbers = xp.rint(sections * (127 / largest)[..., None]).astype(np.int8)
     return join_levels(numbers.reshape(floats.shape), largest * np.float32(1 / 127))
@@ -121,8 +128,8 @@ def scale_floats(scales: Any, num_inputs: int) -> Any:
     if scales.dtype != np.int8:
         return scales.astype(np.float32)
     numbers, factors = split_levels(scales, num_inputs)
-    sections = numbers.reshape(*factors.shape, -1).astype(np.float32) * factors[..., None]
-    return sections.reshape(numbers.shape)
+    sections = _in_sections(numbers, factors.shape[-1])
+    return (sections.astype(np.float32) * factors[..., None]).reshape(numbers.shape)
 
 
 def interleave(array: Any) -> Any:

@@ -201,8 +201,8 @@ class MatrixFormats:
         return any(each.is_quantised for each in self.all_formats)
 
     @property
-    def is_compact(self) -> bool:
-        """Whether only CPUs have kernels for some matrices, see `WeightFormat.widened`."""
+    def has_compact(self) -> bool:
+        """Whether any matrix has a compact format, see `WeightFormat.widened`."""
         return any(each.is_compact for each in self.all_formats)
 
     @property

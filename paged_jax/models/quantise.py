@@ -18,6 +18,9 @@ of 0::
 The search keeps the codes with the largest `saved`. It then rounds the group again with the best
 scale for these codes, and keeps the better codes of the two.
 
+Scales of two levels are chosen as floats first. They are then rounded, and the values are rounded
+again.
+
 Only weights are quantised, not activations. The functions take and return arrays of NumPy or JAX.
 For 4-bit integers, all JAX backends and NumPy return the same bits, because the search uses
 integers: a group is multiplied by a power of two and rounded to 15 bits, so that all sums are exact
@@ -87,7 +90,7 @@ def quantise(w: Array, format: WeightFormat = INT8) -> WeightArrays:
     Args:
       w: float32 ``[*out, in]``, an array of NumPy or JAX.
       format: quantised format; by default int8 with one scale per row. `in` must be a multiple of
-        its group size.
+        `format.unit`.
 
     Returns:
       The arrays of the quantised matrix. They are NumPy arrays if `w` is one, otherwise JAX arrays.
@@ -114,16 +117,21 @@ def _quantise(w: Any, format: WeightFormat) -> WeightArrays:
 
 
 def _quantise_in_sections(w: Any, format: WeightFormat) -> WeightArrays:
-    """Quantise to scales of two levels: round float scales and minima, then the values again."""
-    min_dtype = None if format.min_dtype is None else "float32"
-    floats = replace(format, scale_dtype="float32", min_dtype=min_dtype)
-    first = _quantise(w, floats)
-    scales = round_levels(first.scales, w.shape[-1])
-    mins = None if first.mins is None else round_levels(first.mins, w.shape[-1])
-    xp, own_scales = w.__array_namespace__(), scale_floats(scales, w.shape[-1])
+    """Quantise to scales or minima of two levels.
+
+    Choose float scales and minima, round them to two levels, and round the values for them.
+    """
+    num_inputs = w.shape[-1]
+    first = _quantise(w, replace(format.widened, code=format.code))
+    scales, mins = first.scales, first.mins
+    if format.scale_dtype == "int8":
+        scales = round_levels(scales, num_inputs)
+    if format.min_dtype == "int8":
+        mins = round_levels(mins, num_inputs)
+    xp, own_scales = w.__array_namespace__(), scale_floats(scales, num_inputs)
     groups = w.reshape(*own_scales.shape, -1)
     if mins is not None:
-        groups = groups - scale_floats(mins, w.shape[-1])[..., None]
+        groups = groups - scale_floats(mins, num_inputs)[..., None]
     inverse = xp.where(own_scales == 0, np.float32(0), 1 / xp.where(own_scales == 0, 1, own_scales))
     values = _nearest_values(groups * inverse[..., None], format.code).reshape(w.shape)
     return first._replace(values=_pack(values, format), scales=scales, mins=mins)
@@ -157,7 +165,7 @@ _compiled = jax.jit(_quantise, static_argnames="format")
 
 
 def _pack(values: Any, format: WeightFormat) -> Any:
-    """Pack values if the format packs them, with the same result as `weight_formats.pack`.
+    """Pack values if the format packs them, with the same result as `weight_packing.pack`.
 
     4-bit values are packed with a sum. XLA's CPU backend would fuse the shifts of `pack` with the
     search for scales, and compute the search several times.
@@ -198,10 +206,10 @@ def _nearest_values(numbers: Array, code: str) -> Array:
 def change_format(
     arrays: WeightArrays, source: WeightFormat, target: WeightFormat, *, is_stacked: bool = False
 ) -> WeightArrays:
-    """Convert a quantised matrix to another format by dequantising and quantising it.
+    """Convert a quantised matrix to another format.
 
-    A compact format is widened without rounding, see `WeightFormat.widened`. If `is_stacked` is
-    True, the first dimension of the arrays is the layer.
+    If `target` is `source.widened`, nothing is rounded. Otherwise, the matrix is dequantised and
+    quantised again. If `is_stacked` is True, the first dimension of the arrays is the layer.
     """
 
     def change(arrays: WeightArrays) -> WeightArrays:
@@ -231,8 +239,8 @@ def quantise_on_host(w: np.ndarray, format: WeightFormat) -> WeightArrays:
     has_whole_groups = size is not None and size % PACKED_INPUTS == 0 and not format.has_order
     # All chunks of a matrix have the same shape, so that they share one compiled function. Unused
     # rows at the end of the last chunk are ignored. If the format allows it, each row of a chunk is
-    # one group. The shape then depends only on the format. Otherwise, it also depends on the number
-    # of inputs.
+    # one group or section. The shape then depends only on the format. Otherwise, it also depends on
+    # the number of inputs.
     width = size if size is not None and has_whole_groups else w.shape[-1]
     rows = w.reshape(-1, width)
     out = WeightArrays(**{name: np.empty(*x) for name, x in format.shapes(rows.shape).items()})

@@ -322,7 +322,7 @@ class TensorParallel:
             num_inputs = count_inputs(shape[-1], format.code)
             unit = format.unit
             if format.has_order or num_inputs // self.num_devices % unit:
-                has = "reordered" if format.has_order else f"in groups of {unit}"
+                has = "reordered" if format.has_order else f"stored in units of {unit}"
                 raise ValueError(
                     f"{function}: tensor_parallel_size must divide the {num_inputs} inputs of "
                     f"{name}, which are {has}, got {self.num_devices}. Load the model from its "

@@ -295,8 +295,9 @@ _ON_TWO_DEVICES = """
     try:
         LLM(load("gguf-q4_0"), **SIZES, tensor_parallel_size=2)
     except ValueError as error:
-        text = "Engine: tensor_parallel_size must divide the 96 inputs of layers.down_proj, which"
-        assert str(error).startswith(text + " are in groups of 32, got 2. Load the model"), error
+        text = "Engine: tensor_parallel_size must divide the 96 inputs of layers.down_proj, which "
+        text += "are stored in units of 32, got 2. Load the model"
+        assert str(error).startswith(text), error
     else:
         raise AssertionError("half of 96 inputs is not a multiple of 32")
 
@@ -367,7 +368,9 @@ def test_update_params_refuses_another_format(data_dir) -> None:
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("name", ["gptq-v1-actorder", "mlx-q4", "gguf-mixed", "fp8-block"])
+@pytest.mark.parametrize(
+    "name", ["gptq-v1-actorder", "mlx-q4", "gguf-mixed", "gguf-k-quants", "fp8-block"]
+)
 def test_checkpoints_keep_the_formats(data_dir, tmp_path, name, stacked) -> None:
     model = load(data_dir, name)
     save_checkpoint(model, tmp_path)
@@ -383,7 +386,7 @@ def test_checkpoints_keep_the_formats(data_dir, tmp_path, name, stacked) -> None
         np.testing.assert_allclose(array, expected[key], rtol=1e-6, atol=1e-7, err_msg=key)
 
 
-def test_checkpoints_with_5_bits_become_int8_where_only_cpus_have_kernels(
+def test_checkpoints_in_compact_formats_are_widened_for_other_devices(
     data_dir, tmp_path, monkeypatch
 ) -> None:
     """Widening keeps all elements, and layers with equal formats stay stacked."""
@@ -392,7 +395,7 @@ def test_checkpoints_with_5_bits_become_int8_where_only_cpus_have_kernels(
     save_checkpoint(model, tmp_path)
     monkeypatch.setattr(orbax, "can_keep_compact", lambda config, sharding: False)
     wide = load_checkpoint(Llama, tmp_path, model.config, scan_layers=True)
-    assert not wide.formats.is_compact and wide.formats.differing == ()
+    assert not wide.formats.has_compact and wide.formats.differing == ()
     assert wide.formats["layers.o_proj"] == model.formats["layers.o_proj"].widened
     expected, got = named_arrays(model), named_arrays(wide)
     for kind in KINDS[:4]:

@@ -67,6 +67,17 @@ def cases():
             "dtype": ["bfloat16", "float32", "float16"],
         }
         yield from (tuple(row.values()) for row in all_pairs(factors))
+    two_levels = {
+        "code": ["uint4", "int8", "uint5"],
+        "sizes": [(512, 32), (768, 64)],
+        "scale_dtype": ["int8"],
+        "min_dtype": ["int8", "float16", None],
+        "has_order": [False, True],
+        "num_outputs": [16, 35],
+        "dtype": ["bfloat16", "float32"],
+    }
+    yield from (tuple(row.values()) for row in all_pairs(two_levels))
+    yield "int4", (256, 16), "int8", None, False, 35, "bfloat16"
 
 
 def problem(case, num_rows):
@@ -94,7 +105,7 @@ def multiply_parts(program, x, w):
 def round_to_int8(x, w):
     """Return rows as the kernels round them, in float64: a scale for up to 64 inputs of a group."""
     rounded = np.zeros(x.shape)
-    size = w.shape[-1] // w.scales.shape[-1]
+    size = w.format.group_size or w.shape[-1]
     step = size if w.code in CODES and size % 32 else 64
     places = np.arange(x.shape[-1]) if w.order is None else np.asarray(w.order)
     for begin in range(0, x.shape[-1], size):

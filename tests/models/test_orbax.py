@@ -187,3 +187,35 @@ def test_load_checkpoint_restores_onto_other_devices(tmp_path):
     run_on_devices(program, tmp_path)
     sharded = load(tmp_path / "sharded")
     _assert_same(sharded, _model(scan_layers=True))
+
+
+@pytest.mark.slow
+def test_scales_of_two_levels_need_not_be_divisible_by_devices(tmp_path, data_dir) -> None:
+    """12 and 20 columns of scales are read by 8 devices, and become 8 and 16 float scales."""
+    path = data_dir / "quantised" / "gguf-k-quants" / "model.gguf"
+    save_checkpoint(Llama.from_pretrained(path, dtype="float32"), tmp_path)
+    program = """
+        import sys
+        import jax, numpy as np
+        from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+        from paged_jax import Llama
+        from paged_jax.kernels.weight_formats import dequantise
+        from paged_jax.models.matrices import get_matrix
+
+        mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+
+        def place(name, shape):
+            return NamedSharding(mesh, P(*[None] * (len(shape) - 1), "x"))
+
+        models = [Llama.from_pretrained(sys.argv[1], scan_layers=False, **options)
+                  for options in ({}, {"sharding": place})]
+        assert models[0].formats.has_compact and not models[1].formats.has_compact
+        for layers in zip(*(model.layers for model in models)):
+            for kind in ("qkv_proj", "o_proj", "gate_up_proj"):
+                few, many = (get_matrix(x, kind, x.formats[kind], "float32") for x in layers)
+                assert many.scales.sharding == place("", many.scales.shape)
+                np.testing.assert_array_equal(
+                    *(dequantise(jax.device_get(w.arrays), w.format.code) for w in (few, many))
+                )
+    """
+    run_on_devices(program, tmp_path, num_devices=8)

@@ -65,7 +65,7 @@ def test_plans_have_the_bytes_of_loaded_weights(name, data_dir) -> None:
 )
 @pytest.mark.filterwarnings("ignore:.*only some of its tensors are quantised:UserWarning")
 def test_only_a_single_cpu_keeps_compact_formats(name, code, scale_dtypes, data_dir) -> None:
-    """Elsewhere, values of 5 bits become int8, scales have one level, and elements are the same."""
+    """Elsewhere, values of 5 bits become int8, and scales float32. Elements stay the same."""
     path = data_dir / "quantised" / name / "model.gguf"
     config, options = read_config(path), {"dtype": "float32"}
     formats = read_formats(Llama, path, config, platform="cpu", **options)

@@ -16,7 +16,7 @@ from paged_jax.kernels.weight_formats import (
     num_bits,
     numbers,
 )
-from paged_jax.kernels.weight_packing import pack, scale_floats
+from paged_jax.kernels.weight_packing import pack, scale_floats, split_levels
 from paged_jax.models import quantise as module
 from paged_jax.models.quantise import quantise, quantise_on_host
 from tests.support.weights import FORMATS
@@ -127,8 +127,16 @@ def test_search_for_int4_finds_exact_codes(seed, exponent, is_negative) -> None:
 
 @pytest.mark.parametrize(
     "format",
-    [FORMATS["int8 of a row"], FP8, INT4, FORMATS["q6_k"], FORMATS["q4_k"]],
-    ids=["int8", "fp8", "int4", "q6_k", "q4_k"],
+    [
+        FORMATS["int8 of a row"],
+        FP8,
+        INT4,
+        FORMATS["q6_k"],
+        FORMATS["q4_k"],
+        WeightFormat("int8", 32, "float32", "int8"),
+        WeightFormat("uint4", 32, "int8", "bfloat16"),
+    ],
+    ids=["int8", "fp8", "int4", "q6_k", "q4_k", "two levels of minima", "two levels of scales"],
 )
 def test_quantise_gives_equal_bits_with_numpy_and_jit(format) -> None:
     """Includes rows of zeros, denormal and huge numbers, and numbers between two codes."""
@@ -172,12 +180,21 @@ def test_quantise_rounds_to_the_nearest_number(seed, name) -> None:
         table = np.sort(numbers(codes, "int8") if codes is not None else _table(format.code))
         steps = np.abs(scales)[..., None] * np.diff(table).max() / 2
         # The scale of int4 is the best for all numbers of a group, and cuts off the largest. For
-        # other codes, the largest number may be smaller than the smallest is negative. Scales of
-        # two levels are rounded themselves.
-        if format.code in ("int4", "fp4", "nf4", "uint4") or format.has_sections:
+        # other codes, the largest number may be smaller than the smallest is negative.
+        if format.code in ("int4", "fp4", "nf4", "uint4"):
             steps = steps * 6
+        if format.has_sections:  # scales and minima are rounded too
+            steps = steps + np.abs(table).max() * _half_factors(arrays.scales, num_inputs)
+            if arrays.mins is not None:
+                steps = steps + _half_factors(arrays.mins, num_inputs)
     assert (groups <= 1.02 * steps + 1e-6).all()
     assert np.corrcoef(got.ravel(), w.ravel())[0, 1] > 0.97
+
+
+def _half_factors(scales: np.ndarray, num_inputs: int) -> np.ndarray:
+    """Return the rounding errors of scales of two levels, ``[*out, groups, 1]``."""
+    numbers, factors = split_levels(scales, num_inputs)
+    return np.repeat(factors, numbers.shape[-1] // factors.shape[-1], axis=-1)[..., None] / 2
 
 
 def _table(code: str) -> np.ndarray:

@@ -71,6 +71,22 @@ def test_save_pretrained_and_load_give_the_same_model(dtype, is_stacked, tmp_pat
     assert (targets == [["Linear"]]) if dtype != "int4-symmetric" else (down in targets)
 
 
+def test_save_pretrained_widens_scales_of_two_levels(tmp_path) -> None:
+    config = dataclasses.replace(CONFIG, hidden_size=256)
+    format, floats = WeightFormat("int4", 16, "int8"), WeightFormat("float32")
+    others = {"layers.down_proj": floats, "layers.o_proj": floats, "lm_head": floats}
+    formats = MatrixFormats(format, tuple(sorted({**others, "embed_tokens": floats}.items())))
+    random_llama(config).save_pretrained(tmp_path / "floats")
+    model = load_weights(Llama, tmp_path / "floats", config, formats=formats)
+    model.save_pretrained(tmp_path / "saved")
+    loaded = Llama.from_pretrained(tmp_path / "saved", scan_layers=False)
+    name, arrays, saved = "layers.0.qkv_proj", named_arrays(model), named_arrays(loaded)
+    assert arrays[f"{name}_scale"].dtype == jnp.int8
+    assert loaded.formats[name] == dataclasses.replace(format, scale_dtype="float32")
+    pairs = [WeightArrays(each[name], each[f"{name}_scale"]) for each in (arrays, saved)]
+    np.testing.assert_array_equal(*(dequantise(each, "int4") for each in pairs))
+
+
 def test_save_pretrained_writes_values_of_5_bits_as_int8(tmp_path) -> None:
     random_llama(CONFIG).save_pretrained(tmp_path / "floats")
     int5 = WeightFormat("int5", 32, "float16")

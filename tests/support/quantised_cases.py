@@ -18,7 +18,8 @@ from tests.support.decode_step import DecodeStep
 from tests.support.kernel_cases import H200, lower
 from tests.support.weights import weight_shapes
 
-# Formats of models on GPUs and TPUs. Values of 5 bits become int8 there, like Q8_0.
+# Formats of models on GPUs and TPUs. Formats with values of 5 bits are left out, because they
+# become int8 there, like Q8_0.
 MODEL_FORMATS = {
     name: format.widened
     for name, format in FORMATS.items()

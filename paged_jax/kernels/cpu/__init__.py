@@ -45,13 +45,8 @@ from paged_jax.kernels.cpu.kernels import (
 from paged_jax.kernels.cpu.library import Arrays, Attributes, PlainFunction, call, load
 from paged_jax.kernels.dispatch import general_backend
 from paged_jax.kernels.ragged_chunks import attend_in_parts
-from paged_jax.kernels.weight_formats import (
-    CODES,
-    Weight,
-    WeightArrays,
-    num_bits,
-)
-from paged_jax.kernels.weight_packing import INTERLEAVED_ROWS, PACKED_INPUTS
+from paged_jax.kernels.weight_formats import CODES, Weight, WeightArrays, num_bits
+from paged_jax.kernels.weight_packing import INTERLEAVED_ROWS, PACKED_INPUTS, SECTION_INPUTS
 
 # Maximum number of elements of a value. The attention kernels have arrays of this size on the stack
 # (MAX_U in `source/decode.cc`).
@@ -213,11 +208,14 @@ def _has_kernel_for(num_rows: int, w: Weight) -> bool:
 
 def _quantised_refusal(w: Weight) -> str | None:
     """Return why the kernels do not support a quantised weight, or None if they do."""
-    if w.format.is_packed:
-        bits = num_bits(w.format.code)
+    format, size = w.format, w.format.group_size or w.shape[-1]
+    if format.is_packed:
+        bits = num_bits(format.code)
         unit = _PACKED_GROUP if bits == 4 else PACKED_INPUTS
-        if (w.format.group_size or w.shape[-1]) % unit:
+        if size % unit:
             return f"groups of {bits}-bit values must have a multiple of {unit} inputs"
+    if format.has_sections and (64 % size or w.shape[-1] % SECTION_INPUTS):
+        return "scales of two levels need groups of at most 64 inputs, and sections of 256"
     return None
 
 
@@ -232,6 +230,7 @@ def _supports_interleaved(w: Weight) -> bool:
         and format.is_quantised
         and math.prod(rows) % INTERLEAVED_ROWS == 0
         and (format.group_size or num_inputs) % (PACKED_INPUTS if format.is_packed else 16) == 0
+        and _quantised_refusal(w) is None
         and load(_quantised_kernel(w)).target is not None
     )
 

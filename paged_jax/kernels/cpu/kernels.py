@@ -114,7 +114,7 @@ def _test_quantised_groups(
 ) -> Results:
     """Test weights with `sizes`: numbers of outputs, inputs, and groups of inputs.
 
-    If the inputs form whole sections, scales have two levels.
+    If the inputs form sections, scales have two levels.
     """
     rng = np.random.default_rng(0)
     N, K, groups = sizes
@@ -134,12 +134,13 @@ def _test_quantised_groups(
         values[..., 0] = -128
         stored = values.astype(kernel.code)
     scales, mins = rng.integers(1, 8, (2, 2, 3, N, groups)) / np.float32(8)
+    arrays = stored, scales, mins.astype(jnp.bfloat16)
+    if num_sections := K // SECTION_INPUTS:
+        levels = rng.integers(-7, 8, (2, 2, 3, N, groups)).astype(np.int8)
+        factors = np.float32(1) / rng.choice([4, 8], (2, 2, 3, N, num_sections)).astype(np.float32)
+        arrays = stored, *map(join_levels, levels, factors)
+        scales, mins = levels * np.repeat(factors, groups // num_sections, axis=-1)
     w = values[1].reshape(3, N, groups, -1) * scales[1, ..., None] + mins[1, ..., None]
-    if K % SECTION_INPUTS == 0:
-        factors = np.full((2, 3, N, K // SECTION_INPUTS), 1 / 8, np.float32)
-        arrays = stored, *(join_levels((8 * x).astype(np.int8), factors) for x in (scales, mins))
-    else:
-        arrays = stored, scales, mins.astype(jnp.bfloat16)
     if is_interleaved:
         arrays = tuple(map(interleave, arrays))
     operands = x, *arrays[:2], table.astype(np.float32), np.int32(1), arrays[2], _SIZES

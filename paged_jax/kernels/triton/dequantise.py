@@ -116,7 +116,11 @@ def refusal(format: WeightFormat, num_inputs: int, dtype: Any) -> str | None:
     if jnp.dtype(dtype).name not in DTYPES:
         return f"the dtype of the matmul must be {' or '.join(DTYPES)}, got {jnp.dtype(dtype)}"
     if format.is_compact:
-        return "only kernels for CPUs support compact formats"
+        scales = "of two levels" if format.has_sections else "of one level"
+        return (
+            "only kernels for CPUs support values of 5 bits and scales of two levels, got "
+            f"{format.code} with scales {scales}"
+        )
     size = format.group_size or num_inputs
     if size % SMALLEST_GROUP:
         return f"groups must have a multiple of {SMALLEST_GROUP} inputs, got {size}"

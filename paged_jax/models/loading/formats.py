@@ -94,16 +94,16 @@ def can_keep_compact(config: LlamaConfig, sharding: Sharding) -> bool:
 
 
 def keeps_compact(platform: str, num_devices: int) -> bool:
-    """Return whether loading keeps compact formats. If not, it converts them exactly.
+    """Return whether loading keeps compact formats, see `WeightFormat.widened`.
 
-    Only the C++ kernels for CPUs read them, see `WeightFormat.widened`, and not in programs for
-    several devices.
+    If not, loading widens them, which changes no element. Only the C++ kernels for CPUs read
+    compact formats, and only in programs for one device.
     """
     return num_devices == 1 and reads_stacked_weights(platform)
 
 
 def widen(formats: MatrixFormats, names: Iterable[str]) -> MatrixFormats:
-    """Return the formats of the parameters `names` without compact formats."""
+    """Return the formats of the parameters `names`, with compact formats widened."""
     return MatrixFormats.create({name: formats[name].widened for name in names if is_matrix(name)})
 
 

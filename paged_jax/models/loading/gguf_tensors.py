@@ -328,7 +328,7 @@ def _read_k_scales(blocks: np.ndarray) -> _Arrays:
 
 
 def _two_levels(numbers: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    """Return scales of two levels, int8 ``[..., groups + 4]``, one block after the other.
+    """Join the scales of each block with its factor, to int8 ``[..., groups + 4]``.
 
     Args:
       numbers: a number for each group, from -128 to 127, ``[..., groups]``.

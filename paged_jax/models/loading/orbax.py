@@ -131,6 +131,10 @@ def load_checkpoint(
     stacks = scan_layers and kept.differing == formats.differing
     changed = dataclasses.replace(spec, scan_layers=stacks)
     targets, final = _targets(dataclasses.replace(changed, formats=kept)), _targets(changed)
+    targets = {
+        name: target if name in final and final[name].shape == target.shape else _whole(target)
+        for name, target in targets.items()
+    }
     if was_stacked != stacks:
         arrays = _convert(path, stored, targets, config.num_hidden_layers)
     else:
@@ -180,7 +184,7 @@ def find_saved_formats(
     if dequantise:
         return MatrixFormats(WeightFormat(dtype))
     formats = _read_formats(Path(path), config).with_floats(dtype)
-    if allow_compact or not formats.is_compact:
+    if allow_compact or not formats.has_compact:
         return formats
     return widen(formats, _stored_shapes(Path(path)))
 
@@ -204,6 +208,22 @@ def _targets(spec: ModelSpec) -> Targets:
         )
         for name, x in spec.parameters().items()
     }
+
+
+def _whole(target: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Return the target, but on all devices as a whole if its sharding does not divide its shape.
+
+    An example are scales of two levels, of which only the converted form has to be divisible.
+    """
+    sharding = target.sharding
+    try:
+        if sharding is not None:
+            sharding.shard_shape(target.shape)
+    except ValueError:
+        assert isinstance(sharding, NamedSharding)
+        whole = NamedSharding(sharding.mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct(target.shape, target.dtype, sharding=whole)
+    return target
 
 
 def _stored_shapes(path: Path) -> dict[str, Shape]:
@@ -271,7 +291,7 @@ def _change_formats(
     target: MatrixFormats,
     targets: Targets,
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Convert matrices to another format, by dequantising and quantising them again.
+    """Convert matrices to another format, see `change_format`.
 
     Args:
       arrays: names and arrays of all parameters. The arrays of a matrix should follow each other,

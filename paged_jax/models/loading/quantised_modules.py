@@ -365,7 +365,7 @@ def low_nibbles_first(packed: np.ndarray) -> np.ndarray:
 def pack_pairs(pairs: np.ndarray) -> np.ndarray:
     """Repack bytes that each hold two neighbouring 4-bit values, to the order of `pack`.
 
-    `weight_formats.pack` puts the values i and i + 16 into one byte.
+    `weight_packing.pack` puts the values i and i + 16 into one byte.
 
     Example:
       >>> pack_pairs(np.array([0x10, *range(1, 16)], np.uint8))[:3].tolist()

@@ -10,10 +10,11 @@
     e2m1 in groups of 16            nvfp4-pack-quantized: weight_packed, weight_scale fp8, and
                                     weight_global_scale, by which it is divided
 
-Values and scales are written unchanged. Minima are written as zero points, so each minimum must be
-an integer multiple of its scale. Formats that are not in the table cannot be written. Embeddings
-and the output head are written as floats, because vLLM cannot read them in a quantised format. The
-experts of gpt-oss are written as in the original checkpoints of gpt-oss.
+Values and scales are written unchanged, except that compact formats are widened first. Minima are
+written as zero points, so each minimum must be an integer multiple of its scale. Formats that are
+not in the table cannot be written. Embeddings and the output head are written as floats, because
+vLLM cannot read them in a quantised format. The experts of gpt-oss are written as in the original
+checkpoints of gpt-oss.
 """
 
 import dataclasses

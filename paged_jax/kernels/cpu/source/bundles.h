@@ -3,9 +3,9 @@
 //
 //   word 0 of rows 0 1 ... 31 | word 1 of rows 0 1 ... 31 | ...
 //
-// Scales and minima are stored in the same way, with a float instead of a word if they are floats. Each group
-// must consist of complete units, and N must be a multiple of BUNDLE_ROWS. The results are the same bits as for
-// other weights.
+// Float scales and minima are stored in the same way, float by float. Scales of two levels are stored word by
+// word. Each group must consist of complete units, and N must be a multiple of BUNDLE_ROWS. The results are the
+// same bits as for other weights.
 #pragma once
 
 #include "weight_units.h"
@@ -49,13 +49,13 @@ struct GroupPlace {
 // Scales or minima of LANES rows, one group after the other.
 struct GroupFloats {
   const uint8_t* from;  // null if there are none
-  FloatKind kind;
+  ScaleKind kind;
 
-  GroupFloats(const ByteRows& rows, int64_t row, FloatKind kind) : kind(kind) {
+  GroupFloats(const ByteRows& rows, int64_t row, ScaleKind kind) : kind(kind) {
     from = rows.begin ? find_row(rows, row, size()) : nullptr;
   }
 
-  // Returns the number of bytes that are interleaved.
+  // Returns the size of an interleaved element in bytes.
   int size() const { return kind == FLOAT32 || kind == TWO_LEVELS ? 4 : 2; }
 
   // Loads the floats of a group for LANES rows, from row `offset` on.

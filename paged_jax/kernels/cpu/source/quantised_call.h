@@ -63,7 +63,8 @@ struct QuantisedCall {
     return {begin + first * bytes, bytes, begin + num_rows * bytes};
   }
 
-  // Returns the number of groups of `num_inputs` inputs. Factors of sections take four columns.
+  // Returns the number of groups, from the columns of the scales. In scales of two levels, four columns of each
+  // section are its factor.
   static int count_groups(const XLA_FFI_Buffer* scales, int64_t num_inputs) {
     int64_t columns = scales->dims[scales->rank - 1];
     return kind(scales) == TWO_LEVELS ? columns - 4 * (num_inputs / Sections::INPUTS) : columns;
@@ -74,7 +75,7 @@ struct QuantisedCall {
     return buffer->dtype == XLA_FFI_DataType_F16 || buffer->dtype == XLA_FFI_DataType_BF16 ? 2 : 1;
   }
 
-  static FloatKind kind(const XLA_FFI_Buffer* buffer) {
+  static ScaleKind kind(const XLA_FFI_Buffer* buffer) {
     if (!buffer || buffer->dtype == XLA_FFI_DataType_F32) return FLOAT32;
     if (buffer->dtype == XLA_FFI_DataType_S8) return TWO_LEVELS;
     return buffer->dtype == XLA_FFI_DataType_BF16 ? BFLOAT16 : FLOAT16;

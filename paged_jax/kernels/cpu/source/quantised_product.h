@@ -105,7 +105,7 @@ struct Product {
     int first = strip.first / strip.groups.num_segments;
     int last = (strip.last - 1) / strip.groups.num_segments + 1;
     const Sections sections(matrix.groups.size);
-    auto load = [&](float* to, const ByteRows& rows, FloatKind kind) {
+    auto load = [&](float* to, const ByteRows& rows, ScaleKind kind) {
       if (matrix.is_interleaved)
         load_floats(to, GroupFloats(rows, strip.row, kind), first, last, sections);
       else if (kind == TWO_LEVELS)

@@ -125,8 +125,8 @@ inline WordsOf<COUNT> add_words(const Words& words, const uint8_t* from, int64_t
   }
 }
 
-// Formats of scales and minima. TWO_LEVELS is described below.
-enum FloatKind : int32_t { FLOAT32, BFLOAT16, FLOAT16, TWO_LEVELS };
+// Storage of scales and minima. See `Sections` for TWO_LEVELS.
+enum ScaleKind : int32_t { FLOAT32, BFLOAT16, FLOAT16, TWO_LEVELS };
 
 // Scales or minima of two levels. For each section of inputs, a row has an int8 number for each group, in words
 // of four groups, and a word with a float32 factor. A group's scale is its number times the factor.
@@ -137,8 +137,8 @@ struct Sections {
   explicit Sections(int group_size)
       : log2_groups(group_size < INPUTS ? __builtin_ctz(INPUTS / group_size) : 0) {}
 
-  int groups() const { return 1 << log2_groups; }
-  int words() const { return groups() / 4 + 1; }
+  int num_groups() const { return 1 << log2_groups; }
+  int num_words() const { return num_groups() / 4 + 1; }
 
   // Place of the scale of a group.
   struct Place {
@@ -151,8 +151,8 @@ struct Sections {
   };
 
   Place find(int group) const {
-    int first = (group >> log2_groups) * words(), index = group & (groups() - 1);
-    return {first + index / 4, first + words() - 1, 24 - index % 4 * 8};
+    int first = (group >> log2_groups) * num_words(), index = group & (num_groups() - 1);
+    return {first + index / 4, first + num_words() - 1, 24 - index % 4 * 8};
   }
 };
 
@@ -167,8 +167,8 @@ inline Floats widen_float16(Ints bits) {
 #endif
 }
 
-// Loads `valid` bytes of each row from byte `offset` on, or UNIT_BYTES if these are in the array too. Reading
-// bytes of other groups or rows does no harm, but reading past the end of the array does.
+// Loads at least `valid` bytes of each row, from byte `offset` on, and transposes them. Loads UNIT_BYTES if
+// they end inside the array, because this is faster.
 inline Words load_at_least(const ByteRows& rows, int64_t row, int num_rows, int64_t offset, int64_t valid) {
   const uint8_t* last_row = rows.begin + (row + LANES - 1) * rows.row_bytes;
   bool is_inside = valid >= UNIT_BYTES || last_row + offset + UNIT_BYTES <= rows.end;
@@ -179,17 +179,19 @@ inline Words load_at_least(const ByteRows& rows, int64_t row, int num_rows, int6
 inline void transpose_sections(
     float* to, const ByteRows& rows, int64_t row, int num_rows, int first, int last,
     const Sections& sections) {
-  constexpr int MOST_WORDS = Sections::INPUTS / 4 + 1;
-  Ints words[MOST_WORDS + UNIT_WORDS];
+  constexpr int MAX_WORDS = Sections::INPUTS / 4 + 1;
+  Ints words[MAX_WORDS + UNIT_WORDS];
   int loaded = -1;  // the factor's word of the loaded section
   for (int group = first; group < last; group++, to += LANES) {
     Sections::Place place = sections.find(group);
-    int64_t before = place.factor_word - sections.words() + 1;
-    for (int i = 0; i < sections.words() && place.factor_word != loaded; i += UNIT_WORDS) {
-      Words unit = load_at_least(rows, row, num_rows, 4 * (before + i), 4 * (sections.words() - i));
-      memcpy(words + i, unit.each, sizeof unit.each);
+    int64_t before = place.factor_word - sections.num_words() + 1;
+    if (place.factor_word != loaded) {
+      loaded = place.factor_word;
+      for (int i = 0; i < sections.num_words(); i += UNIT_WORDS) {
+        Words unit = load_at_least(rows, row, num_rows, 4 * (before + i), 4 * (sections.num_words() - i));
+        memcpy(words + i, unit.each, sizeof unit.each);
+      }
     }
-    loaded = place.factor_word;
     store(to, place.scales(words[place.number_word - before], (Floats)words[loaded - before]));
   }
 }
@@ -197,7 +199,7 @@ inline void transpose_sections(
 // Converts groups `first` to `last` of floats [rows, groups] to float32 [groups, LANES], for `num_rows`
 // rows. Writes up to two groups after the last one.
 inline void transpose_floats(
-    float* to, const ByteRows& rows, int64_t row, int num_rows, int first, int last, FloatKind kind) {
+    float* to, const ByteRows& rows, int64_t row, int num_rows, int first, int last, ScaleKind kind) {
   int bytes = kind == FLOAT32 ? 4 : 2;
   for (int group = first; group < last;) {
     Words words = load_at_least(rows, row, num_rows, (int64_t)group * bytes, (int64_t)(last - group) * bytes);

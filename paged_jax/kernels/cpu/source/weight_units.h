@@ -74,7 +74,7 @@ constexpr int64_t PART_BYTES = 64 * 1024;
 // A quantised weight [N, K].
 struct Matrix {
   ByteRows values, scales, mins;  // mins.begin is null if there are no minima
-  FloatKind scale_kind, min_kind;
+  ScaleKind scale_kind, min_kind;
   const Decoder* decoder;
   int64_t N;
   Groups groups;
