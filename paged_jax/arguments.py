@@ -51,7 +51,7 @@ class ArgumentError(ValueError):
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Return whether a value is an integer of Python or NumPy. A bool is not."""
+    """Return whether a value is an integer of Python or NumPy, but not a bool."""
     # Compare the exact type first. `isinstance` with the abstract class is ten times slower, and
     # each request has dozens of numbers to check.
     if type(value) is int:
@@ -60,14 +60,14 @@ def is_int(value: object) -> TypeGuard[int]:
 
 
 def is_real(value: object) -> TypeGuard[float]:
-    """Return whether a value is a finite number in the range of a float. A bool is not."""
+    """Return whether a value is a finite number in the range of a float, but not a bool."""
     if type(value) is float:  # see `is_int`
         return math.isfinite(value)
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # the value is an integer or a fraction that no float can represent
+    except OverflowError:  # the value is an integer or a fraction that is too large for a float
         return False
 
 
@@ -293,14 +293,14 @@ def suggest(
 ) -> str | None:
     """Return the name in `known` that the user probably meant by `name`.
 
-    This is a name for the same thing that another library calls `name`, or else a name with a
-    similar spelling. Returns None if there is neither.
+    The first choice is the name that means the same here as `name` does in another library. The
+    second choice is a name with a similar spelling. Returns None if there is neither.
 
     Args:
       name: the unknown name that the user wrote.
       known: the valid names.
-      synonyms: a dict from names of another library to names of this library, which is searched
-        first.
+      synonyms: maps names of another library to names of this library. It is searched before the
+        tables of this module.
 
     Example:
       >>> suggest("max_new_tokens", ["max_tokens", "min_tokens"])

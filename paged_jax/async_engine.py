@@ -265,8 +265,8 @@ class AsyncEngine:
     def _cancel(self, stream: "_Stream") -> None:
         """Abort the request of a task that no longer iterates.
 
-        The request may not have been added yet. Or it may have ended, and a newer request may have
-        the same id, which must not be aborted.
+        If the request has not been added yet, `_add` will not add it. If it has ended, nothing is
+        aborted, because a newer request may have the same id.
         """
         stream.is_cancelled = True
         if stream.request_id is not None and self._streams.get(stream.request_id) is stream:

@@ -73,8 +73,8 @@ class Result:
     def milliseconds(self) -> dict[str, list[float]]:
         """Return the values of each metric of `_METRICS` for this request, in milliseconds.
 
-        ITL has a value for each pair of consecutive events; the other metrics have one value. The
-        list is empty if a metric is undefined, for example TPOT for a single token.
+        ITL has a value for each pair of consecutive events; the other metrics have one value. A
+        metric that is undefined has an empty list, for example TPOT for a single token.
         """
         if not self.events:
             return {name: [] for name in _METRICS}
@@ -399,8 +399,8 @@ def summarise(results: list[Result], seconds: float, goals: Mapping[str, float])
     Args:
       results: the results of all requests.
       seconds: duration of the run in seconds.
-      goals: maps metrics to their maximum in milliseconds. The goodput counts the requests that
-        meet all goals. Without goals, the report has no goodput.
+      goals: maps metrics to their maximum in milliseconds. The goodput is the number of requests
+        per second that meet all goals. Without goals, the report has no goodput.
     """
     done = [result for result in results if result.error is None]
     values = [result.milliseconds() for result in done]

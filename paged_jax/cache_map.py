@@ -183,7 +183,7 @@ class CacheEvent:
 def snapshot(engine: "Engine") -> CacheMap:
     """Return the current state of the cache, with running and waiting samples.
 
-    The block tables and the digests of all P blocks are copied from the device in one transfer.
+    The block tables and the digests of all blocks are copied from the device in one transfer.
 
     Example:
       >>> from paged_jax import Engine
@@ -405,7 +405,7 @@ class _Comparison:
         return [event(key, old) for key, old in self._old.items() if key not in self._new]
 
     def _describe_origin(self, sample: RunningSample) -> str:
-        """Return the part of an event's text that says where the blocks of a new sample come from.
+        """Return the part of an event's text that says where an admitted sample's blocks are from.
 
         The blocks may be shared by a fork, swapped in from host memory, or found in the prefix
         cache. Returns "" if they are newly allocated.
@@ -419,11 +419,11 @@ class _Comparison:
         return _insert_count(found, " and found {} in the cache")
 
     def _copies_of(self, request_id: str) -> list[CacheEvent]:
-        """Return the copy-on-write events of a request, if its samples were forked now.
+        """Return the copy-on-write events of a request that was forked between the two states.
 
         After the fork, each sample writes the prompt's last token into the cache. If this token is
-        not the first of its block, all samples share the block. The sample with the last slot then
-        keeps the block, and each other sample gets a copy of it.
+        not the first of its block, the block has earlier tokens, so all samples share it. The
+        sample with the highest slot then writes to it, and each other sample to its own copy.
         """
         present = [s for s in self._new.values() if s.request_id == request_id]
         settled = [s for s in present if not self._is_preempted(s)]

@@ -191,8 +191,8 @@ def _interrupts_as_flag() -> Iterator[Callable[[], bool]]:
 class Conversation:
     """A conversation with a chat model.
 
-    The previous messages are in the engine's prefix cache, so each prompt computes only the new
-    message.
+    The previous messages are normally in the engine's prefix cache. The engine then computes only
+    the new message of each prompt.
 
     Args:
       llm: engine with a chat model.
@@ -228,7 +228,7 @@ class Conversation:
 
         Raises:
           ValueError: the message alone exceeds the context.
-          FloatingPointError: the model gave NaN.
+          FloatingPointError: the model returned NaN.
         """
         self.messages.append({"role": "user", "content": message})
         answer, self._newest = "", None

@@ -276,8 +276,7 @@ def add_engine_arguments(
 
     Args:
       parser: the parser of a command that builds an engine.
-      defaults: maps the name of each option with another default in this command to the help
-        text of that default.
+      defaults: see `add_option_flags`.
     """
     group = parser.add_argument_group("engine")
     add_option_flags(group, option_specs(), defaults or {})
@@ -321,8 +320,8 @@ def add_option_flags(
     Args:
       group: a parser or one of its argument groups.
       options: the options. Options without a flag are skipped.
-      defaults: maps the name of each option with another default in this command to the help
-        text of that default.
+      defaults: maps the names of options to texts that describe their defaults in the help. It is
+        needed only for options that have another default in this command than in `OptionSpec`.
     """
     for each in options:
         if each.flag is None:
@@ -345,7 +344,7 @@ def add_option_flags(
 def _name_flags(text: str) -> str:
     """Adapt a help text to command lines.
 
-    Names of options become flags, and parts that begin with "; in Python also" are removed.
+    Names of options become flags. A remark "; in Python also ..." is removed, up to the next ";".
     """
     text = re.sub("; in Python also [^;]*", "", text)
     flags = {name: flag for name, flag in _option_flags().items() if "_" in name}

@@ -99,8 +99,8 @@ class _Watch:
     def _watch(self) -> None:
         while not self._is_ending.wait(self._timeout / 10):
             try:
-                # `get_live_nodes` returns when every other process has either called it too or
-                # stopped sending heartbeats, which means that it is dead.
+                # `get_live_nodes` returns when every other process either has called it too, or
+                # has stopped sending heartbeats and therefore counts as dead.
                 alive = self._client.get_live_nodes(self._all)
             except jax.errors.JaxRuntimeError:
                 alive = {jax.process_index(): 0}  # the coordinator does not answer
@@ -147,9 +147,9 @@ def _start_reporter() -> subprocess.Popen[bytes]:
     """Start a shell that prints an error message to stderr if this process dies.
 
     The shell is needed because JAX ends this process from C++ if process 0 dies, and Python then
-    cannot print anything. `_stop_reporter` ends the shell before it prints. File descriptor 2 is
-    redirected to /dev/null, to hide the stack trace that C++ prints. `sys.stderr` still writes to
-    the original file.
+    cannot print anything. In all other cases, call `_stop_reporter` before this process ends: the
+    shell then prints nothing. File descriptor 2 is redirected to /dev/null, to hide the stack trace
+    that C++ prints. `sys.stderr` still writes to the original file.
     """
     stderr = os.dup(2)
     line = (

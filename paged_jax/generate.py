@@ -260,7 +260,11 @@ def _with_progress(
 ) -> Iterator[tuple[int, RequestOutput]]:
     """Yield the items of `outputs` unchanged. Before each, update the pictures and the bar.
 
-    `advance` is called with 1 for a finished output and with 0 for others.
+    Args:
+      outputs: pairs of a prompt's index and its output so far.
+      advance: function that advances the bar. It is called with 1 for a finished output and with 0
+        for others.
+      pictures: drawings of the block tables; None if they are not wanted.
     """
     for index, output in outputs:
         if pictures is not None:
@@ -356,7 +360,7 @@ class _BlockPictures:
         self._print(self._draw("before"))
 
     def update(self) -> None:
-        """Record the cache events since the last call. Keep a drawing of this step if needed."""
+        """Record the cache events since the last call. Draw this step if `finish` may print it."""
         now = snapshot(self._llm)
         self._events += [event.text for event in changes(self._last, now)]
         self._last = now
@@ -401,7 +405,11 @@ def print_summary(llm: LLM, args: argparse.Namespace, status: Status) -> None:
 
 
 def summarise(llm: LLM) -> str:
-    """Return a line with token counts, speed, compile time and memory of all requests."""
+    """Return a line with statistics of all requests that the engine has run.
+
+    It has the numbers of tokens, the speeds, the time to the first token of the first request, the
+    time spent compiling, and the peak use of the cache.
+    """
     stats = llm.stats
     used = llm.cache.nbytes * stats.peak_num_blocks // llm.num_blocks
     first = stats.first_token_seconds

@@ -251,8 +251,8 @@ class LLM(Engine):
     ) -> "Stream":
         """Complete prompts like `generate`, but yield ``(index, output)`` as tokens are generated.
 
-        `index` is the index of the prompt. Each output has the text so far, which later outputs
-        only extend: text that may become a stop string and incomplete characters are held back.
+        `index` is the index of the prompt. Each output has the text so far, and later outputs only
+        extend it. So incomplete characters and possible beginnings of stop strings are held back.
         With ``steps_per_dispatch=1``, an output is yielded for each token. Closing the iterator
         aborts the requests and frees their blocks.
         """
@@ -300,7 +300,7 @@ class LLM(Engine):
 
         Random numbers depend on the seed and on the sample's number. Samples are numbered within
         each prompt, so equal prompts with the same seed draw the same tokens. If `shares_seeds`,
-        samples are numbered over all prompts, so they draw different tokens.
+        the numbers continue from one prompt to the next, so equal prompts draw different tokens.
         """
         prompts = list_prompts(function, prompts)
         count = len(prompts)

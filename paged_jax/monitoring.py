@@ -130,7 +130,7 @@ class Status:
         self._width = 0
 
     def mute(self) -> None:
-        """Make `say` do nothing until `unmute`, because the cursor's line has other text."""
+        """Make `say` do nothing until `unmute`, so that it cannot overwrite text on the line."""
         self._is_muted = True
 
     def unmute(self) -> None:

@@ -359,7 +359,10 @@ def _block_rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
 
 
 def _layers(plan: MemoryPlan, group: GroupFootprint) -> str:
-    """Describe a group: its number of layers, and its window and blocks per sequence, if any."""
+    """Return a text with the number of layers of a group and the tokens that they keep.
+
+    If the layers have a sliding window, the text also has the maximum blocks per sequence.
+    """
     layers = f"{group.num_layers} of {plan.config.num_hidden_layers} layers"
     if group.window is None:
         return f"{layers} that keep all tokens"
@@ -370,8 +373,9 @@ def _layers(plan: MemoryPlan, group: GroupFootprint) -> str:
 def _table(plan: MemoryPlan, lengths: list[int], device: DeviceSpec | None) -> Iterator[str]:
     """Yield the lines of the table with a row for each sequence length.
 
-    A row has the number of sequences that fit with and without paging and the ratio of both. With a
-    device, it also has the number of running sequences, the step time and the tokens per second.
+    A row has the number of sequences that fit with and without paging, and the ratio of both. If
+    `device` is given, the row also has the number of sequences in a decode step, the minimum time
+    of the step, and the maximum number of generated tokens per second.
     """
     titles = f"{'tokens':>8}{'paged':>10}{'contiguous':>12}{'ratio':>8}"
     yield titles if device is None else f"{titles}{'at once':>9}{'ms/step':>9}{'tokens/s':>10}"

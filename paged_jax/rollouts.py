@@ -3,8 +3,8 @@
 
 The function creates a cache with enough blocks for the full length of every row. The samples of a
 prompt share its blocks. Different rows of `prompt_token_ids` share no blocks, even if they are
-equal. A layer with a sliding window needs few more blocks than its window, because blocks that have
-left the window are freed and reused while the program runs.
+equal. In a layer with a sliding window, a row has blocks only for the window and about 256 more
+tokens, because blocks that have left the window are freed and reused while the program runs.
 """
 
 import dataclasses
@@ -202,8 +202,8 @@ def _decode(
     Blocks that have left their window are freed between two passes.
 
     Returns:
-      The draws, with leading dimensions [N, B] for N = `max_tokens` and B rows, and the number of
-      generated tokens in each row, i32[B].
+      The drawn tokens and their log-probabilities, as `Draws` with leading dimensions [N, B] for
+      N = `max_tokens` and B rows. Also the number of generated tokens in each row, i32[B].
     """
     decode = functools.partial(decode_steps, max_steps=steps, backend=backend)
     if steps == max_tokens:
@@ -230,9 +230,10 @@ def _decode(
 def _max_blocks_in_row(
     model: PagedModel, length: int, tokens_per_pass: int, block_size: int
 ) -> int:
-    """Return the maximum number of blocks of a row with `length` tokens, in the first group.
+    """Return the maximum number of blocks that a row of `length` tokens uses at the same time.
 
-    The first group of layers has the largest window, so it needs the most blocks.
+    This is the number in the first group of layers. That group has the largest window, so it needs
+    the most blocks.
     """
     window, num_cached = model.config.layer_groups[0].sliding_window, num_cached_tokens_at(length)
     return max_blocks_in_slot(window, num_cached, tokens_per_pass, block_size)
@@ -248,9 +249,10 @@ def _num_blocks(T: int, max_tokens: int, num_samples: int, block_size: int) -> i
         whole = num_blocks_needed(num_cached_tokens_at(length + max_tokens), block_size)
         return shared + num_samples * (whole - shared)
 
-    # The longest prompt does not always need the most blocks: samples need no copy of its last
-    # block if that block is full. So take the maximum over all prompt lengths that end in the same
-    # block. Shorter prompts need fewer blocks.
+    # The longest prompt does not always need the most blocks. If its last block is full, its
+    # samples share that block, but the samples of a shorter prompt may need copies of a partly
+    # filled block. So take the maximum over the `block_size` largest prompt lengths. A prompt with
+    # `block_size` fewer tokens needs one block less.
     return max(blocks(length) for length in range(max(1, T - block_size + 1), T + 1))
 
 
@@ -370,7 +372,7 @@ def check_prompts(
 
 
 def _stop_ids(model: PagedModel, stop_token_ids: Sequence[int] | None) -> jax.Array:
-    """Return the ids of the tokens that end a row, as an i32 array with one row."""
+    """Return the ids of the tokens that end a row, as an i32 array [1, number of ids]."""
     if stop_token_ids is None:
         stop_token_ids = model.config.eos_token_ids
     # Ids above the model's vocabulary are allowed, because a tokenizer may have more tokens than
@@ -402,8 +404,8 @@ def _sampling(
 ) -> SlotSampling:
     """Return the sampling state of all rows.
 
-    In an engine, `write_rows` makes an equal state from `SamplingParams`. In this function, values
-    may be traced.
+    The values in `rows` may be traced. An engine instead makes such a state from `SamplingParams`,
+    which cannot be traced, with `slot_row` and `write_rows`.
 
     Args:
       num_rows: number of rows. Each row has its own slot.

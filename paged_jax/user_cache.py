@@ -116,7 +116,8 @@ def folder_beside_programs(name: str) -> Path | None:
       name: name of the folder.
 
     Returns:
-      The folder; None if `keep_compiled_programs` has not set JAX's compilation cache.
+      The folder; None if JAX's compilation cache is off, or is not in the folder that
+      `keep_compiled_programs` sets, or if `cache_folder` returns None.
     """
     programs = jax.config.jax_compilation_cache_dir  # pyright: ignore
     if programs is None or not getattr(jax.config, "jax_enable_compilation_cache", True):

@@ -183,8 +183,8 @@ def give_back(pool: BlockPool, entries: jax.Array) -> BlockPool:
     place = jnp.where(is_freed, place % pool.num_blocks, pool.num_blocks)
     return replace(
         pool,
-        # Write the differences with `set` instead of using `add`: inside a loop, XLA updates an
-        # array in place only if the written values depend on the values read from the array.
+        # Compute the new counts and write them with `set`, instead of using `add`: inside a loop,
+        # XLA updates an array in place only if the written values depend on values read from it.
         ref_counts=pool.ref_counts.at[blocks].set(refs - counts, mode="drop"),
         free_queue=pool.free_queue.at[place].set(entries, mode="drop"),
         head=(pool.head - other_rank[-1]) % pool.num_blocks,
@@ -225,9 +225,9 @@ def find(pool: BlockPool, digests: jax.Array, is_wanted: jax.Array) -> jax.Array
     An id is P if no block is cached under the digest, or if `is_wanted` bool[N] is False for it.
 
     The algorithm is a hash join. The first 16 bits of a digest select a bucket of a hash table, and
-    each bucket holds one wanted digest. Then the digest of every block of the pool is compared with
-    the wanted digest in its bucket. If several wanted digests share a bucket, each needs a round of
-    its own. This is rare, so the cost is proportional to N + P.
+    each bucket holds one wanted digest at a time. Then the digest of every block of the pool is
+    compared with the wanted digest in its bucket. If several wanted digests share a bucket, this is
+    repeated for each of them. This is rare, so the cost is proportional to N + P.
     """
     num_wanted = len(digests)
     index = jnp.arange(num_wanted, dtype=jnp.int32)

@@ -202,7 +202,7 @@ class PagedCache:
 
     @property
     def num_free_blocks(self) -> tuple[jax.Array, ...]:
-        """Number of free blocks in each group, then of free entries for states; i32[] each."""
+        """Number of free blocks in each group, then of free state entries, if any; i32[] each."""
         return tuple(group.tables.pool.num_free for group in self.all_groups)
 
     @property

@@ -75,9 +75,8 @@ def num_kept_blocks(num_tokens: int, window: int | None, block_size: int) -> int
 def max_blocks_in_window(window: int, max_tokens: int, block_size: int) -> int:
     """Return the maximum number of blocks that a slot holds in layers with a sliding window.
 
-    The slot holds the blocks that the next token attends to, and the blocks of the up to
-    `max_tokens` tokens that the last program appended. Blocks are freed before new ones are
-    allocated.
+    The slot holds the blocks that the next token attends to, and the blocks of the tokens that the
+    last program appended, at most `max_tokens`. Blocks are freed before new ones are allocated.
 
     Example:
       >>> max_blocks_in_window(window=1024, max_tokens=512, block_size=16)

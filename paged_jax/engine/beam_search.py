@@ -142,7 +142,8 @@ class BeamChoice:
       max_tokens: maximum number of tokens to generate: `params.max_tokens`, limited by the context.
       params: parameters of the search.
       end_ids: token ids that complete a sequence.
-      max_bias: the largest value that `token_bias` of the engine adds to a log-probability, or 0.
+      max_bias: the largest value that the engine's `token_bias` adds to a log-probability; 0 if it
+        adds no positive values.
 
     Attributes:
       beams: the beams of the next step, the best first; complete beams are not among them.

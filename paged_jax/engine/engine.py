@@ -198,7 +198,8 @@ class Engine:
     def get_default_sampling_params(self, **changes: Any) -> SamplingParams:
         """Return the sampling parameters that the model's authors recommend.
 
-        They come from ``generation_config.json``. Sampling is greedy unless this file enables it.
+        They come from ``generation_config.json``. Decoding is greedy unless this file enables
+        sampling.
 
         Args:
           **changes: values for fields of `SamplingParams` that replace the recommended values.
@@ -285,10 +286,10 @@ class Engine:
     def update_params(self, params: Llama | Any, *, mapping: NameMap | None = None) -> None:
         """Replace the weights, for example after a training step.
 
-        A compiled program copies the new weights into the memory of the old weights, so the engine
-        never holds two copies. The old arrays are deleted, unless they belong to a `Llama` that was
-        passed to the constructor. The prefix cache is emptied. Unfinished requests keep their
-        tokens, and their K and V are computed again.
+        Usually, a compiled program copies the new weights into the memory of the old weights, which
+        deletes the old arrays. Arrays of a `Llama` that was passed to the constructor are not
+        deleted, so their replacement needs additional memory. The prefix cache is emptied.
+        Unfinished requests keep their tokens, and their K and V are computed again.
 
         Args:
           params: without `mapping`, a `Llama` with the structure and shapes of the engine's model,
@@ -303,7 +304,8 @@ class Engine:
             path is not in `mapping` must be named as in Hugging Face.
 
         Raises:
-          ValueError: structure, names or shapes differ. The old weights are then unchanged.
+          ValueError: structure, names, shapes or formats do not match the engine's model. The old
+            weights are then unchanged.
 
         Example:
           >>> import jax.numpy as jnp
@@ -344,7 +346,7 @@ class Engine:
 
     @property
     def sleep_level(self) -> int:
-        """The `level` that was passed to `sleep`; 0 if awake. Safe to read from other threads."""
+        """The level of the sleep, see `sleep`; 0 if awake. Safe to read from other threads."""
         return self.core.sleep.level
 
     def sleep(self, level: int = 1) -> None:
@@ -396,7 +398,7 @@ class Engine:
 
     @property
     def cache(self) -> PagedCache:
-        """The paged cache. The next step donates its arrays, so copy the arrays to keep.
+        """The paged cache. Its arrays are valid until the next step, which donates them.
 
         Raises:
           EngineAsleepError: the engine sleeps and has no cache.
@@ -452,7 +454,7 @@ class Engine:
 
     @property
     def cache_use(self) -> float:
-        """The fraction of blocks that requests use, 0 to 1.
+        """Fraction of the blocks of the first group that requests use, 0 to 1.
 
         Blocks that are only cached do not count, nor do blocks that a queued step allocates.
         """

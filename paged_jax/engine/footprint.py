@@ -170,7 +170,7 @@ class Footprint(NamedTuple):
 
     @property
     def fixed(self) -> int:
-        """Bytes of everything except blocks."""
+        """Bytes of weights, slots, recurrent states and a step: everything except blocks."""
         return self.weights + self.state + self.recurrent + self.step
 
     @property
@@ -188,14 +188,17 @@ class Footprint(NamedTuple):
         )
 
     def pool_bytes(self, num_blocks: int, *, with_overhead: bool = False) -> int:
-        """Return the bytes of the pools of all groups if the first has `num_blocks` blocks."""
+        """Return the bytes of the pools of all groups if the first has `num_blocks` blocks.
+
+        `with_overhead` adds the `overhead` of each block, see the docstring of the module.
+        """
         sizes = zip(self.groups, self.group_sizes(num_blocks), strict=True)
         return sum(size * (group.block + with_overhead * group.overhead) for group, size in sizes)
 
     def num_blocks(self, memory: int) -> int:
         """Return the number of blocks of the first group that fit in `memory` bytes.
 
-        The memory must also hold the weights, the state, and the temporary memory of a step.
+        The memory must also hold everything else, see `fixed`.
 
         Example:
           >>> group = GroupFootprint(None, 2, 90, 10, max_blocks_per_slot=4, max_blocks=8)
@@ -208,7 +211,8 @@ class Footprint(NamedTuple):
         """Return the largest number of blocks of the first group for which all pools fit in memory.
 
         The sizes of the other pools follow from the number of blocks of the first group, see
-        `group_sizes`. All pools together use at most `num_bytes`.
+        `group_sizes`. All pools together use at most `num_bytes`. For `with_overhead`, see
+        `pool_bytes`.
 
         Example:
           >>> whole = GroupFootprint(None, 1, 10, 0, max_blocks_per_slot=100, max_blocks=200)
@@ -288,8 +292,8 @@ def footprint(
     groups = _group_footprints(shard or config, sizes, kv_dtype, platform)
     block = sum(group.block for group in groups)
     steps = _step_bytes(shard or config, config.vocab_size, sizes, block, platform)
-    # Without kernels for int8 weights, programs convert quantised weights of every format to
-    # float32. So check all quantised formats as int8.
+    # `copies_weights` handles only int8 as a quantised dtype. If it is True for int8, programs
+    # convert quantised weights of every format to float32. So replace all formats by int8 here.
     dtypes = {code if code in FLOAT_CODES else "int8" for code in formats.codes}
     has_experts = bool(config.num_experts)
     if any(copies_weights(platform, dtype, has_experts=has_experts) for dtype in dtypes):
@@ -467,7 +471,7 @@ def _activation_bytes(config: LlamaConfig, platform: str, num_tokens: int) -> in
 
 
 def _layer_features(layer: LlamaConfig) -> int:
-    """Return the larger of the numbers of activations per token in the MLP and in attention."""
+    """Return the number of activations per token: the maximum over the MLP and attention."""
     per_expert = 3 * (layer.moe_intermediate_size + layer.hidden_size)
     mlp = 3 * layer.dense_intermediate_size + layer.num_experts_per_tok * per_expert
     if layer.latent is not None:

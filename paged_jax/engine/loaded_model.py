@@ -135,8 +135,8 @@ def load_weights(options: EngineConfig) -> Weights:
     # Also take this branch for a missing folder, because `from_pretrained` raises the error for it.
     if mesh is None or not folder.exists():
         if jax.default_backend() == "cpu":
-            # The layout that the kernels for CPUs read fastest. Other backends would copy the
-            # weights of each layer out of a stack, and the rows back to their order.
+            # The kernels for CPUs are fastest with stacked layers and interleaved rows. Other
+            # backends would copy each layer out of the stack, and undo the interleaving.
             has_kernels = backend in (None, "cpu")
             given |= {"scan_layers": None if has_kernels else False, "interleave": has_kernels}
         return Weights(from_pretrained(Llama, model, **given))
@@ -181,10 +181,10 @@ def find_mesh(mesh: Mesh | None, tensor_parallel_size: int) -> Mesh | None:
 def load_tokenizer(
     model: str | Path | PagedModel | None, tokenizer: str | Path | Tokenizer | None
 ) -> Tokenizer | None:
-    """Return the tokenizer given by `tokenizer`, or else the tokenizer of the model's folder.
+    """Return the tokenizer given by `tokenizer`; if it is None, load it from the model's folder.
 
-    The result is None if `tokenizer` is None, and the model is a module or its folder has no
-    tokenizer.json.
+    The result is None if `tokenizer` is None and the model has no tokenizer, because it is a module
+    or its folder has no tokenizer.json.
     """
     if isinstance(tokenizer, Tokenizer):
         return tokenizer

@@ -7,7 +7,8 @@ properties of the device::
     seconds >= max(bytes / memory_rate, operations / operation_rate) + sent / link_rate
 
     bytes        bytes that a device reads: its weights (except for an embedding that is not also
-                 the head), and K and V of all tokens that the sequences attend to
+                 the head), and K and V of all tokens that the sequences attend to. States of
+                 recurrent layers count twice, because they are read and written.
     operations   2 per weight and sequence
     sent         bytes that each of N devices sends: 2 (N - 1) / N of the bytes of an all-reduce,
                  and (N - 1) / N of the bytes of an all-gather. This is optimal if the devices only
@@ -416,8 +417,8 @@ def step_bound(plan: MemoryPlan, device: DeviceSpec, batch: int, length: int) ->
 def _read_fraction(config: LlamaConfig, name: str, experts: float) -> float:
     """Return the fraction of the parameter `name` that a decode step reads.
 
-    It is `experts` for the weights of experts, 0 for an embedding that is not also the head, and 1
-    otherwise.
+    `experts` is the fraction of the experts that the step uses. The result is `experts` for the
+    weights of experts, 0 for an embedding that is not also the head, and 1 otherwise.
     """
     kind = name.rpartition(".")[2]
     is_head = config.tie_word_embeddings and not kind.startswith("embed_tokens_per_layer")

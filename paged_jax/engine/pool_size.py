@@ -173,8 +173,8 @@ def _cgroup_limits() -> list[int]:
         if controllers not in ("", "memory"):
             continue
         root, name = _CGROUPS, "memory.max"
-        # Only version 1 of Linux control groups names controllers in this line. It stores the
-        # limit in another file.
+        # In version 2 of Linux control groups, the line names no controllers. Version 1 names
+        # them, and stores the limit in another file.
         if controllers:
             root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
         path = root / group.lstrip("/")

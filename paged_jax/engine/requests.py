@@ -194,7 +194,7 @@ class Delivery:
         self._receivers.pop(request_id, None)
 
     def deliver(self, requests: Iterable[Request]) -> None:
-        """Pass each request to its subscriber; requests without a subscriber are kept."""
+        """Pass each request to its subscriber; add requests without a subscriber to `kept`."""
         for request in requests:
             if not self.notify(request):
                 self._kept[request] = None
@@ -235,7 +235,7 @@ class ChangeGuard:
         self._restart = restart
         self._is_broken = False  # True if a change or a restart has begun but not ended.
         self._postponed: list[Callable[[], None]] = []
-        # Weak reference to the generator of the latest change.
+        # Weak reference to the generator of the latest change: a function that returns it or None.
         self._latest: Callable[[], Any] = lambda: None
 
     @property
@@ -281,7 +281,7 @@ class ChangeGuard:
         self._is_broken = False
 
     def when_idle(self, action: Callable[[], None]) -> None:
-        """Call `action` now or, during a change, just before the next change."""
+        """Call `action` now or, if a change is in progress, just before the next change."""
         if self._is_changing:
             self._postponed.append(action)
         else:
@@ -292,10 +292,10 @@ class ChangeGuard:
 def own_transfers() -> Iterator[None]:
     """Return a context manager that allows transfers between host and device.
 
-    Every step of the engine must transfer token ids, slots and flags. If the caller has set a
-    ``jax.transfer_guard`` to find accidental transfers, it must not forbid these necessary
-    transfers. Transfers between devices stay guarded, because the engine makes none, except when it
-    loads weights from other devices.
+    Every step of the engine must transfer token ids, slots and flags. A ``jax.transfer_guard`` that
+    the caller has set to find accidental transfers must not forbid these necessary transfers. It
+    still applies to transfers between devices, because the engine makes none, except when it loads
+    weights from other devices.
     """
     with jax.transfer_guard_host_to_device("allow"), jax.transfer_guard_device_to_host("allow"):
         yield

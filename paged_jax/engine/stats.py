@@ -36,7 +36,7 @@ class GroupUse:
 
     @property
     def kept(self) -> str:
-        """Content of the pool: ``"states"``, ``"all"`` tokens, or the window size as text."""
+        """Tokens that the pool keeps: ``"all"`` or the window as text; for states, ``"states"``."""
         return "states" if self.is_recurrent else str(self.window or "all")
 
 
@@ -181,9 +181,9 @@ class MaskClock:
     # cycle with k = 1 takes far too long, the period doubles, up to `_LONGEST_PERIOD`, so that
     # k = 1 is tried less often.
     _PERIOD, _LONGEST_PERIOD, _SAMPLES = 128, 2048, 8
-    # Limits for the ratio of the duration of a cycle to the duration of a cycle with k = 0: `_MOST`
-    # for k > 1, and `_MOST_OF_ONE` for k = 1. A cycle with k = 1 takes far too long (see above) if
-    # the ratio exceeds `_FAR_TOO_LONG`.
+    # Let t(k) be the duration of a cycle. The ratio t(k) / t(0) must not exceed `_MOST` for k > 1,
+    # or `_MOST_OF_ONE` for k = 1. A cycle with k = 1 takes far too long (see above) if the ratio
+    # exceeds `_FAR_TOO_LONG`.
     _MOST, _MOST_OF_ONE, _FAR_TOO_LONG = 1.05, 1.1, 1.4
 
     def __init__(
@@ -200,8 +200,8 @@ class MaskClock:
         # The value that k gets after the current measurement with k = 0. If it is 0, k stays 0 for
         # a whole period.
         self._next_k = 1
-        # Duration of a cycle with k = `_next_k` that seemed too long, compared with the previous
-        # measurement with k = 0. It is stored until k = 0 is measured again; otherwise it is 0.
+        # Duration of a cycle with k = `_next_k`, if it seemed too long; otherwise 0. It will be
+        # compared with a new measurement with k = 0.
         self._doubtful_seconds = 0.0
         self._lookahead.num_free_steps = 0
 
@@ -246,8 +246,8 @@ class MaskClock:
             # = 0 again before deciding that this k is too large.
             self._next_k, self._doubtful_seconds = k, seconds
             self._set(0)
-        # A cycle has one step of all sequences and k steps with fewer rows. So one more step with
-        # fewer rows makes the cycle longer by a factor below 1 + 1 / (k + 1). Assume the factor
+        # A cycle has one step of all sequences and k shorter steps of fewer sequences. So one more
+        # short step makes the cycle longer by a factor below 1 + 1 / (k + 1). Assume the factor
         # 1 + 0.6 / (k + 1).
         elif seconds * (1 + 0.6 / (k + 1)) < self._plain_seconds * self._MOST and k < self._most:
             self._set(k + 1)

@@ -142,8 +142,8 @@ class WeightSwap:
           mapping: see `Engine.update_params`.
 
         Raises:
-          ValueError: the names, the number or the shapes of the arrays differ from the engine's
-            model.
+          ValueError: the names, the number, the shapes or the formats of the arrays do not match
+            the engine's model.
         """
         weights = self._executor.weights
         model, leaves = weights.layout_model, _Leaves.of(weights)
@@ -164,8 +164,8 @@ class WeightSwap:
             )
         new, layout = jax.tree.leaves(params), dict(zip(leaves.names, weights.layout, strict=True))
         if len(names) == len(leaves.names):
-            # `params` includes the scales if the engine's model is quantised, so it already has the
-            # formats of that model.
+            # `params` has every array of the engine's model, including the scales if there are any.
+            # So it already has the formats of that model.
             formats = None
         own = leaves.names if formats is None else names
         _check_shapes([jnp.shape(x) for x in new], [_shape(x, layout[x], formats) for x in own])
@@ -249,8 +249,8 @@ def _divided_sharding(shape: tuple[int, ...], place: Sharding) -> Sharding:
 
 
 # The functions below return jitted programs. The functions are cached, so that engines with the
-# same model structure share the programs. Unlike `jax.device_put`, a program makes no transfer if
-# its arguments are already on the right devices.
+# same model structure share the programs. Programs replace `jax.device_put` here, because they make
+# no transfer if their arguments are already on the right devices.
 
 
 @functools.lru_cache(maxsize=16)
@@ -344,7 +344,7 @@ def _leaves_by_name(params: nnx.State, leaves: _Leaves) -> tuple[list[jax.Array]
 
 
 def _check_same_formats(formats: MatrixFormats | None, own: MatrixFormats | None) -> None:
-    """Raise ValueError if new weights are quantised in other formats than the engine's, `own`."""
+    """Raise ValueError if quantised new weights have other formats than the engine (`own`)."""
     if formats is None or own is None or not formats.is_quantised:
         return
     for name in sorted({*dict(formats.others), *dict(own.others), "default"}):
@@ -379,8 +379,8 @@ def _check_values(dtypes: list[Any], leaves: _Leaves) -> None:
 def _shape(name: str, leaf: jax.ShapeDtypeStruct, formats: MatrixFormats | None) -> tuple[int, ...]:
     """Return the shape that a new array must have to replace a leaf of the engine's model.
 
-    If `formats` is not None, the leaf is quantised, but the new array is not. So if the leaf has
-    packed values, the last dimension of the new array is larger.
+    If `formats` is not None, the leaf may store several quantised values in each element. The new
+    array is not quantised, so its last dimension is then larger.
     """
     if formats is None or not is_matrix(name):
         return leaf.shape
@@ -441,9 +441,9 @@ class Sleep:
         return bool(self._executor.weights.arrays)
 
     def begin(self, level: int) -> None:
-        """Begin a sleep: free the weights; the next `ModelRunner.reset` frees the pools.
+        """Free the weights to begin a sleep; the next `ModelRunner.reset` then frees the pools.
 
-        If `level` is 1, first copy the weights to the host. A second call never lowers the level.
+        If `level` is 1, first copy the weights to the host. A second call may only raise the level.
         """
         if level == 1 and self.has_weights:
             self._on_host = jax.device_get(self._executor.weights.originals)
@@ -454,7 +454,7 @@ class Sleep:
         self._executor.weights.replace([])
 
     def notice_lost_weights(self) -> None:
-        """Begin a sleep of level 2 if an interrupted `update_params` has deleted the weights."""
+        """Begin a sleep of level 2 (no weights) if an interrupted `update_params` deleted them."""
         if any(array.is_deleted() for array in self._executor.weights.arrays):
             self.begin(2)
 
@@ -463,7 +463,7 @@ class Sleep:
         self._on_host = None
 
     def end(self, tags: Collection[str]) -> None:
-        """End a sleep: restore the weights; the next `ModelRunner.reset` allocates the pools.
+        """Restore the weights and end a sleep; `ModelRunner.reset` then allocates the pools.
 
         Args:
           tags: the resources to restore, from `TAGS`. Without ``"kv_cache"``, the engine stays

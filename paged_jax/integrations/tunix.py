@@ -28,9 +28,9 @@ from paged_jax.models.llama import Llama
 from paged_jax.models.loading.conversion import NameMap
 from paged_jax.sampling.params import SamplingParams
 
-# Maps parameter names of Tunix's Llama 3, Qwen 2 and Qwen 3 to Hugging Face names. Some entries
-# have a permutation of the dimensions of Tunix's array too. Tunix stores matrices as [in, out], and
-# attention matrices with a separate dimension for heads.
+# Maps parameter names of Tunix's Llama 3, Qwen 2 and Qwen 3 to Hugging Face names. If the order of
+# dimensions differs, the name comes with a permutation of the dimensions of Tunix's array. Tunix
+# stores matrices as [in, out], and attention matrices with a separate dimension for heads.
 MAPPING: NameMap = {
     "embedder.input_embedding": "model.embed_tokens.weight",
     "final_norm.w": "model.norm.weight",

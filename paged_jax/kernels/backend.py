@@ -184,7 +184,7 @@ class RaggedArgs(NamedTuple):
         context_lens: jax.Array,
         query_lens: jax.Array | None = None,
     ) -> AttentionArgs:
-        """Return the arguments of a decode or prefill with other queries over the same pages.
+        """Return the arguments of a decode or prefill of queries `q` over the pages of this batch.
 
         It is a decode if `query_lens` is None.
         """
@@ -378,7 +378,7 @@ class Options:
     value_dim: int | None = None
 
     def output_dim(self, head_dim: int) -> int:
-        """Return U, the number of elements of a value and of the output, for keys of `head_dim`."""
+        """Return U, the last dimension of values and outputs; by default it is `head_dim`."""
         return self.value_dim or head_dim
 
 

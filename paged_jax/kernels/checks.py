@@ -19,14 +19,14 @@ from paged_jax.dims import check_sizes
 from paged_jax.kernels.backend import Options, Pools
 from paged_jax.kernels.pool_format import check_pool_dtype, is_quantised, round_up_to_lanes
 
-# This limit is far above the value sizes of real models. It catches mistyped numbers.
+# Maximum `value_dim`. It is far above the values of real models, and catches mistyped numbers.
 _MAX_VALUE_DIM = 1 << 16
 
 
 def pool_letters(
     pools: Pools, head_dim: int, value_dim: int | None = None
 ) -> dict[str, tuple[Any, str]]:
-    """Return the arrays of the pools with their dimension letters, the input of `dims.bind`.
+    """Return the arrays of the pools with their dimension letters, as `dims.bind` takes them.
 
     The arrays are returned without the padding of their last dimension. `value_dim` is the number
     of elements of a value (U) if it is not `head_dim` (D), else None.

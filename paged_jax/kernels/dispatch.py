@@ -180,9 +180,9 @@ def linear_backend(name: str | None) -> LinearOps:
     """Return the backend for the matmuls of a model.
 
     Args:
-      name: name of the backend for attention, or None for the best backend. If this backend has no
-        ops for matmuls, the general backend is returned. The best backend for matmuls is the
-        backend for CPUs, because its ops become plain JAX in programs for other platforms.
+      name: name of the backend for attention. If this backend has no ops for matmuls, the general
+        backend is returned. None returns the backend for CPUs, because its ops become plain JAX in
+        programs for other platforms.
     """
     backend = BACKENDS.get(name or "cpu")
     return backend if isinstance(backend, LinearOps) else general_backend()
@@ -262,9 +262,9 @@ def _why_not(backend: Backend, problem: Problem) -> str | None:
     """Return why a backend does not support a call in this process, or None if it does.
 
     A backend that compiles its kernels on this machine has a method `unavailable`. The method
-    compiles the kernel for a call, and returns why that failed, or None if it succeeded. If the
-    kernel is unavailable, the ops of such a backend can still be traced and lowered, and run in
-    plain JAX.
+    compiles the kernel for a call, and returns why that failed, or None if it succeeded. Ops with
+    ``backend=None`` are traced without this check: if a kernel is unavailable, they run in plain
+    JAX.
     """
     why_not = backend.refusal(problem)
     unavailable = getattr(backend, "unavailable", None)
@@ -307,7 +307,7 @@ def check_backend_runs_on(function: str, name: str | None, platform: str) -> Non
 
     Args:
       function: name of the caller, for the error message.
-      name: name of the backend, or None for the best backend, which runs on every platform.
+      name: name of the backend. None passes the check, because every platform has a best backend.
       platform: `jax.Device.platform` of the device.
 
     Raises:

@@ -208,7 +208,7 @@ def differentiable_once(function: str, values: Any) -> Any:
 
     A custom VJP applies this to the inputs of its forward and of its backward pass, so that a
     second derivative raises an error. The message begins with `function`. `values` is a tree of
-    arrays. Cotangents that are zero may be symbolic zeros.
+    arrays. Instead of an array of zeros, a cotangent may be a `SymbolicZero`.
     """
     message = (
         f"{function}: only the first derivative is implemented, got a second one. For higher "

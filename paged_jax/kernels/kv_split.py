@@ -31,16 +31,16 @@ from jax import lax
 
 from paged_jax.kernels.backend import AttentionArgs
 
-# A large batch is split into `_WAVES` times as many parts as the GPU can run program instances at a
-# time. As parts have different lengths, a waiting part can then start whenever a shorter part ends.
+# A large batch has `_WAVES` parts for each program instance that the GPU can run at the same time.
+# As parts have different lengths, a waiting part can then start whenever a shorter part ends.
 _WAVES = 3
 
 # Time for merging the partial results of a sequence. The unit is the time of a loop step of a
 # program instance that runs alone on its SM.
 _MERGE_STEPS = 6
 
-# To saturate the memory bandwidth, it is enough to run ``1 / _SATURATING`` of the program instances
-# that fit the GPU at a time.
+# The memory bandwidth is saturated if ``1 / _SATURATING`` of the program instances that the GPU can
+# run at the same time are running.
 _SATURATING = 6
 
 # A batch is always split if one of its sequences can need more loop steps than this number. Without
@@ -192,7 +192,7 @@ def take_part(
 ) -> KVPart:
     """Return part `index` of a sequence that is split into `count` parts.
 
-    All parts of a sequence have the same number of loop steps, or some have one step more.
+    The numbers of loop steps of the parts of a sequence differ by at most one.
     """
     length, first = _visible(split, length)
     num_steps = _count_steps(split, length)

@@ -139,7 +139,7 @@ def reads_interleaved_rows(
 ) -> bool:
     """Return whether kernels for a platform read weights with interleaved rows.
 
-    These kernels are then faster than with rows in their order.
+    These kernels are faster with interleaved rows than with rows in the original order.
 
     Args:
       platform: see `copies_weights`.

@@ -141,8 +141,8 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, platform: str | None, 
     if platform is not None:
         module = ctx.module_context
         if tuple(module.platforms) != (platform,):
-            # Use empty caches. The module's caches contain functions that were lowered for all of
-            # its platforms. They must not be used in code for a single platform.
+            # Use empty caches. The caches of the module contain functions that were lowered for all
+            # of its platforms. Code for a single platform must not use these functions.
             caches = {"lowering_cache": {}, "cached_primitive_lowerings": {}}
             module = module.replace(platforms=(platform,), **caches)
         ctx = ctx.replace(module_context=module, platforms=None)

@@ -38,8 +38,8 @@ class Pages(NamedTuple):
 
     kv: jax.Array
 
-    # Pages have no scales per token. Instead, `Options` has one factor for all keys and one factor
-    # for all values.
+    # Pages have no scales per token. Instead, `ragged_paged_attention` has one factor for all keys,
+    # and one factor for all values.
     k_scale = None
     v_scale = None
     is_quantised = False

@@ -35,10 +35,10 @@ def set_rows(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
 
     For each scatter or `dynamic_update_slice`, XLA's CPU backend converts a whole bfloat16 array to
     float32 and back, and a whole fp8 array to float16 and back. The C++ kernel for CPUs sets the
-    rows in place. Without this kernel, the rows are scattered as integers with the same bits. In a
-    program with several writes, XLA removes the casts between them, so there is only one pass over
-    the array before the first write and one after the last write. Remove this function when XLA
-    scatters these dtypes in place.
+    rows in place. Without this kernel, the array is cast to integers with the same bits, the rows
+    are scattered, and the array is cast back. Each cast is a pass over the array. If a program has
+    several writes, XLA removes the casts between two writes. Remove this function when XLA scatters
+    these dtypes in place.
 
     Args:
       rows: the array. It is treated as rows ``[R, ...]``, with the dimensions of the new rows. Do
@@ -175,7 +175,7 @@ def _set_entries(
 ) -> jax.Array:
     """Return a pool with new states in some entries of a layer.
 
-    States with an entry past the end are dropped.
+    States for entries past the end of the layer are dropped.
     """
     L, P = pool.shape[:2]
     # Move entries past the end of a layer to the end of the pool. Otherwise, entry P of a layer

@@ -306,7 +306,7 @@ def num_bits(code: str) -> int:
 
 
 def count_inputs(columns: int, code: str | None) -> int:
-    """Return the number of inputs whose values take `columns` elements of the array of values."""
+    """Return the number of inputs of a matrix, given the number of columns of its `values`."""
     return columns * 8 // num_bits(code) if code is not None and code in CODES else columns
 
 
@@ -380,7 +380,10 @@ def common_format(formats: Iterable[WeightFormat], num_inputs: int) -> WeightFor
 
 
 def _common_code(codes: set[str], group_size: int) -> str:
-    """Return the smallest code that represents the integers of several codes."""
+    """Return the smallest code that can store the `_integers` of all given codes.
+
+    Packed codes require a `group_size` that is a multiple of `PACKED_INPUTS`.
+    """
     if group_size % PACKED_INPUTS == 0:  # the kernels for int5 and uint5 require this
         if codes <= {"uint4", "uint5"}:
             return "uint5"
@@ -401,7 +404,11 @@ def _integers(values: Any, code: str) -> Any:
 
 
 def convert(arrays: WeightArrays, source: WeightFormat, target: WeightFormat) -> WeightArrays:
-    """Convert a matrix exactly from format `source` to `target`, a result of `common_format`."""
+    """Convert a matrix exactly from format `source` to `target`.
+
+    `target` must represent every matrix of format `source`, like the results of `common_format` and
+    `WeightFormat.widened`.
+    """
     values, scales, mins, order = arrays
     if source == target:
         return arrays

@@ -21,7 +21,8 @@ PACKED_BYTES = PACKED_INPUTS // 2
 # Number of consecutive rows that `interleave` combines.
 INTERLEAVED_ROWS = 32
 
-# Number of inputs that share a factor of scales of two levels, and its size in bytes.
+# Scales of two levels have a float32 factor for each section of inputs: the number of inputs in a
+# section, and the number of bytes of a factor.
 SECTION_INPUTS = 256
 FACTOR_BYTES = 4
 
@@ -55,7 +56,7 @@ def unpack(packed: Any, bits: int = 4) -> Any:
 
 
 def _places(num_dims: int) -> np.ndarray:
-    """Return the places of 8 bits in a byte, uint8 ``[..., 8, 1]`` with `num_dims` dimensions."""
+    """Return the bit positions 0 to 7 as uint8 ``[1, ..., 1, 8, 1]`` with `num_dims` dimensions."""
     return np.arange(8, dtype=np.uint8).reshape(*(1,) * (num_dims - 2), 8, 1)
 
 
@@ -159,10 +160,10 @@ def undo_interleave(array: Any) -> Any:
 
 
 def _permute(array: Any, split: Callable[[Any], Any]) -> Any:
-    """Permute the elements of an array.
+    """Permute the runs of an array, see `_runs`. The elements of a run stay together.
 
-    `split` gets ``[N, runs, run]``, where the elements of a run stay together, and returns it with
-    four dimensions. The two in the middle are swapped.
+    `split` reshapes the runs ``[N, runs, run]`` to an array with four dimensions. The second and
+    the third of these dimensions are then swapped.
     """
     if isinstance(array, np.ndarray) and array.dtype.itemsize == 1:
         # NumPy moves elements of 4 bytes ten times as fast as runs of 4 elements.
@@ -182,13 +183,19 @@ def take_interleaved_rows(array: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _runs(array: Any) -> Any:
-    """Reshape an array of rows to ``[N, runs, run]``."""
+    """Divide each row of an array into runs, and return them as ``[N, runs, run]``.
+
+    A run is 4 consecutive elements if elements take a byte, else a single element.
+    """
     run = 4 if array.dtype.itemsize == 1 else 1
     return array.reshape(-1, array.shape[-1] // run, run)
 
 
 def _bundles(runs: Any) -> Any:
-    """Reshape interleaved runs to the order of their elements in memory."""
+    """Reshape interleaved runs ``[N, runs, run]`` to ``[N / 32, runs, 32, run]``.
+
+    The dimensions are the bundle, the run in its row, the row in its bundle, and the element.
+    """
     return runs.reshape(-1, runs.shape[1], INTERLEAVED_ROWS, runs.shape[2])
 
 

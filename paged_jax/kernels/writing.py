@@ -129,7 +129,7 @@ def paged_write(
 def _letters_of_new(
     function: str, pools: Pools, k: jax.Array, v: jax.Array | None
 ) -> tuple[dict[str, tuple[jax.Array, str]], int | None]:
-    """Return new keys and values with their dimension letters, the input of `dims.bind`.
+    """Return new keys and values with their dimension letters, as `dims.bind` takes them.
 
     Also return U, or None if it equals D.
 
@@ -243,7 +243,8 @@ def copy_blocks(
 
     - `sources`: integer ``[N]``, ids of the blocks to copy.
     - `targets`: integer ``[N]``, ids of the blocks to overwrite. They must be distinct and must not
-      be sources too. A pair of a source and a target is ignored if one of them is not in 0..P - 1.
+      occur in `sources`. A pair of a source and a target is ignored if one of them is not in
+      0..P - 1.
 
     Returns:
       The new `Pools`.
@@ -443,7 +444,8 @@ def _without_gradient(function: str, new: jax.Array) -> jax.Array:
 def check_num_rows(function: str, shape: tuple[int, ...], num_new: int = 0) -> None:
     """Check that int32 can index the rows of a pool ``[L, P, K, C, D]``.
 
-    A row is a token of a KV head in a layer. A write needs `num_new` more indices, past the end.
+    A row is a token of a KV head in a layer. A write of `num_new` rows needs this number of indices
+    past the end of the pool, which mark dropped rows.
 
     Raises:
       ValueError: the pool has too many rows.

@@ -65,8 +65,9 @@ class LlamaConfig:
       rope_interleaved: whether the elements of a rotated pair are neighbours in checkpoints.
         Otherwise their distance is half of the rotated part.
       tie_word_embeddings: whether the embedding table is also the output head.
-      qkv_bias, o_bias, mlp_bias: whether attention projections (in latent attention those to latent
-        vectors) and MLPs, including the projections of `moe_latent_size`, have biases.
+      qkv_bias, o_bias, mlp_bias: whether there are biases in the input projections of attention
+        (with latent attention, only in ``latent_proj``), in its output projection, and in MLPs,
+        including the projections of `moe_latent_size`.
       qk_norm: whether queries and keys are normalised.
       qk_norm_weight: whether these norms have weights.
       qk_norm_layers: for each layer, whether it normalises queries and keys; empty if `qk_norm`
@@ -81,8 +82,8 @@ class LlamaConfig:
         which is computed by the same projection as the query.
       query_scale: factor of queries that depends on their position, or None.
       latent: sizes of latent attention, or None. `head_dim` is then the size of the rotated part.
-      qk_norm_scope: ``"head"`` normalises each head separately, ``"own"`` with weights of its own,
-        ``"projection"`` all heads of a token together.
+      qk_norm_scope: ``"head"`` normalises each head separately, with the same weights for all
+        heads; ``"own"`` with different weights; ``"projection"`` all heads of a token together.
       norm_placement: ``"pre"``: norms before attention and the MLP; ``"sandwich"``: before and
         after; ``"post"``: after; ``"parallel"``: one norm before both, which run in parallel.
       norm_placements: `norm_placement` of each layer; empty if it is the same in all layers.
@@ -249,7 +250,7 @@ class LlamaConfig:
         _ = self.ropes  # `Rope` checks the sizes
 
     def _normalise(self) -> None:
-        """Replace per-layer tuples of default values by (). Equivalent configs are then equal."""
+        """Replace per-layer tuples that repeat the default by (), so that equal models are `==`."""
         values = {
             "norm_placements": self.norm_placement,
             "qk_norm_layers": self.qk_norm,

@@ -169,7 +169,7 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
     `read_fields` and transformers can read the result.
 
-    Fields that this family's ``config.json`` cannot express are omitted.
+    Fields that the family's ``config.json`` cannot express are omitted.
 
     Raises:
       ValueError: the model type is unknown.
@@ -190,13 +190,13 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         **write_latent(fields, family),
         "attention_dropout": 0.0,
         "eos_token_id": eos_token_ids[0] if len(eos_token_ids) == 1 else [*eos_token_ids] or None,
-        # Written explicitly, because the token id that transformers uses by default may be outside
-        # of this model's vocabulary.
+        # Without this entry, transformers would use a default token id, which may be outside of
+        # this model's vocabulary.
         "pad_token_id": None,
         "torch_dtype": fields["dtype"],
     }
     if family.has_latent:
-        del written["head_dim"]  # transformers' classes use different definitions of it
+        del written["head_dim"]  # it has different meanings in transformers' classes
     if family.biases:
         written["attention_bias"] = all(fields[field] for field in family.biases)
     written |= {cap: fields[cap] for cap in family.caps}

@@ -223,9 +223,9 @@ class MixerKeys:
       uniform_type: type of all layers, for a family without this list in its files; None otherwise.
       recurrent_type: name of recurrent layers in this list.
       layer_types: other type names that may occur in files, mapped to the names in `layer_groups`.
-      mlp_types: types of layers that consist of only an MLP, mapped to the type of the MLP. If it
-        is not empty, all other layers have no MLP, and the length of the list is the number of
-        layers.
+      mlp_types: types of layers that consist of only an MLP, mapped to the type of the MLP. If
+        there are such types, layers of all other types have no MLP, and the number of layers is the
+        length of the list of layer types.
       pattern_key: key of a string with one character for each layer, which old files have instead
         of the list; None if the family has no such files.
       pattern: layer type that each character stands for.
@@ -292,7 +292,7 @@ class Family:
         none; ``"rope_parameters"``: `llama_4_scaling_beta` in this object;
         ``"attn_temperature_tuning"``: the keys of Llama 4, which apply to layers that do not
         rotate.
-      norms_rotated: whether only layers that rotate queries and keys normalise them.
+      norms_rotated: whether queries and keys are normalised only in layers that rotate them.
       global_heads: whether layers without a sliding window may have another head dimension and
         number of KV heads.
       has_latent: whether attention is latent, see `LatentSizes`.

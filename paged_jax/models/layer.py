@@ -70,8 +70,8 @@ class Layer(nnx.Module):
     and activations are read once. For tensor parallelism, each matrix can be divided along its
     heads, its features F, or its experts X. `dims` defines the dimension letters::
 
-        qkv_proj              [K, G + 2, D, E]   for each KV head its queries, key and value; with
-                                                 output gates 2 G + 2: each query, and its gate
+        qkv_proj              [K, G + 2, D, E]   queries, key and value of each KV head; 2 G + 2 if
+                                                 there are output gates, one after each query
         o_proj                [E, H * D]         H = K * G, in the same order
         latent_proj, q_proj, kv_b_proj           instead of qkv_proj, see `layer_attention`
         gate_up_proj          [2, F, E]          gate, up; of the shared expert if there are experts
@@ -369,10 +369,11 @@ class Layer(nnx.Module):
         return x + multiply(out, self.config.residual_multiplier)
 
     def _finish(self, x: jax.Array, out: jax.Array, embed: Embed | None) -> jax.Array:
-        """Return the layer's output: ``x + out``, plus token embeddings, times `layer_scalar`.
+        """Return the layer's output, given the output `out` of its last sublayer.
 
-        `out` is the output of the last sublayer. `embed` returns the gated embeddings of the tokens
-        for ``x + out``; None if the layer has none. `layer_scalar` is optional.
+        `out` is added to the residual stream `x`. If `embed` is not None, it maps this sum to the
+        layer's gated token embeddings, and these are added to the sum. Finally, the result is
+        multiplied by `layer_scalar`, if the layer has this parameter.
         """
         x = self._add(x, out)
         x = x if embed is None else x + embed(x)
@@ -397,9 +398,9 @@ class Layer(nnx.Module):
 
         The queries, keys and values are usually a `Projection`, which `attend` normalises and
         rotates, because some kernels can do this while they write into the cache. These kernels do
-        not support norms with another `qk_norm_scope` than ``"head"``, normalised values, values
-        that are equal to the keys, and factors of normalised queries. In these cases, everything is
-        computed here, and the result is `Heads`.
+        not support a `qk_norm_scope` other than ``"head"``, normalised values, values that are
+        equal to the keys, or factors of normalised queries. In these cases, everything is computed
+        here, and the result is `Heads`.
 
         The input ``x [..., E]`` is already normalised. `rotation` holds the cosines and the sines
         of the rotation angles, both ``[..., D / 2]``, and factors of the queries, ``[...]`` or

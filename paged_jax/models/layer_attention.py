@@ -315,7 +315,7 @@ def normed_heads(
 
 
 def _norm_each_head(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Normalise each head of ``x [..., heads, D]``, and multiply it by its own weight.
+    """Normalise each head of ``x [..., heads, D]``, and multiply it by the weight of this head.
 
     Elements of the weights ``[..., D]`` are in the order of the checkpoint, see `head_order`.
     """
@@ -379,7 +379,7 @@ def matrix_shapes(
     """Return the shapes of latent attention's matrices, except the output projection, by name.
 
     - ``latent_proj`` projects the hidden state to the latent vector of queries (if there is one),
-      c, and the rotated part of keys.
+      to the latent vector c of keys and values, and to the rotated part of keys.
     - ``q_proj`` projects the latent vector of queries, or the hidden state, to the queries of each
       head.
     - ``kv_b_proj`` consists of the matrices A and B of each head, which are applied to c.

@@ -376,8 +376,8 @@ def read_experts(config: Mapping[str, Any], family: Family, num_layers: int) -> 
         return {"separate_expert_norms": False}
     read = {*_DENSE_KEYS[family.dense_layers], *family.router_keys.values(), *family.only}
     check_neutral(config, family, {k: v for k, v in _NEUTRAL_FOR_EXPERTS.items() if k not in read})
-    # The value under the family's own key may be the family's default. A value under another key
-    # must come from the file, so it has precedence.
+    # The value under `own` may be the family's default. A value under another key must come from
+    # the file, so it has precedence.
     own = family.key("num_experts")
     others = [config[name] for name in _NUM_EXPERTS_KEYS if name in config and name != own]
     config = {**config, own: others[0]} if others else config

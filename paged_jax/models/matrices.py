@@ -73,7 +73,7 @@ def add_matrix(module: nnx.Module, name: str, w: jax.Array, format: WeightFormat
 class SeparateMatrices(nnx.Module):
     """Matrices of one layer that cannot be stacked, because their formats differ by layer.
 
-    For each layer, such a module is an attribute of the stack of layers. The attribute's name is
+    The stack of layers has an attribute with such a module for each layer. The attribute's name is
     the index of the layer, so parameters are named as in separate layers: ``"layers.3.down_proj"``.
 
     Args:
@@ -165,7 +165,11 @@ class LayerParameters:
         return self.vector(name) if hasattr(self.layer, name) else None
 
     def matrix(self, name: str) -> Matrix:
-        """Return a matrix; in a scan over unstacked matrices, a `LayerWeights` of all layers."""
+        """Return a matrix of the layer.
+
+        In a scan over layers, a matrix that is not stacked is returned as a `LayerWeights`, which
+        holds the matrices of all layers and the index of this layer.
+        """
         layer, dtype = self.layer, self.layer.float_dtype
         if hasattr(layer, name):
             return get_matrix(layer, name, layer.formats[name], dtype, self.stack, self.index)

@@ -61,7 +61,7 @@ _OTHER_MATRICES = (
 
 
 # Matrices of the per-layer embeddings. They are never quantised, because a step would hardly become
-# faster: it reads only few rows of the large table, and the other matrices are small.
+# faster: it reads only a few rows of the large table, and the other matrices are small.
 _PER_LAYER = (
     "embed_tokens_per_layer", "per_layer_model_proj", "layers.per_layer_gate",
     "layers.per_layer_proj",
@@ -81,7 +81,7 @@ _SMALL = ("router", "shared_expert_gate")
 _SMALL_OF_MIXERS = ("mixer_gates_proj", "mixer_rank_proj", "mixer_decay_proj", "mixer_gate_proj")
 
 
-# Formats with a name that differs from the code, by code.
+# Names of formats by `WeightFormat.code`. The name of any other format is its code.
 _NAMES = {"float8_e4m3fn": "fp8", "uint4": "int4"}
 
 
@@ -202,7 +202,7 @@ class MatrixFormats:
 
     @property
     def has_compact(self) -> bool:
-        """Whether any matrix has a compact format, see `WeightFormat.widened`."""
+        """Whether any matrix has 5-bit values or two-level scales, see `WeightFormat.widened`."""
         return any(each.is_compact for each in self.all_formats)
 
     @property

@@ -9,9 +9,9 @@ them, G heads have their own state. Each kind of mixer has some of these paramet
     mixer_in_proj     [K, rows, E]    inputs of the convolution and the gate of the output
     mixer_in_bias     [K, rows]       its bias
     mixer_gates_proj  [K, rows, E]    gates of each head
-    mixer_rank_proj   [1, 2 * D, E]   first half of two projections of rank D, for two gates
-    mixer_decay_proj  [K, D, D]       second half, decay
-    mixer_gate_proj   [K, D, D]       second half, gate of the output
+    mixer_rank_proj   [1, 2 * D, E]   first matrices of two low-rank projections, see the next two
+    mixer_decay_proj  [K, D, D]       second matrix of the projection to the decay
+    mixer_gate_proj   [K, D, D]       second matrix of the projection to the gate of the output
     mixer_out_proj    [E, values]                mixer_out_bias   [E]
     mixer_conv        [K, rows, 1, w]          mixer_conv_bias  [K, rows]
     mixer_decay       [K, G] or [1, 1, K, 1]   logarithm of the decay of each head
@@ -78,7 +78,7 @@ class Mixer:
     def pieces(self) -> Mapping[str, Pieces]:
         """Pieces of each fused parameter: the name of each piece, and its number of rows.
 
-        This is the number for a single key head, group or channel, see `num_parts`. Files may store
+        Rows are counted for a single key head, group or channel, see `num_parts`. Files may store
         the pieces as separate tensors.
         """
         pieces = dict(self._pieces)

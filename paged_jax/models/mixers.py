@@ -64,7 +64,9 @@ def mix(sizes: Mixer, x: jax.Array, weights: LayerParameters) -> Mixed:
 
 
 def initial_vector(name: str, shape: Shape, dtype: DTypeLike, key: jax.Array) -> jax.Array:
-    """Return the initial values of a mixer's parameter, if the parameter is not a matrix.
+    """Return the initial values of a mixer's parameter other than its ``_proj`` matrices.
+
+    `Layer` initialises the matrices.
 
     Decay rates are between 1 and 16, as in Mamba-2. The parameters of the decay are always float32,
     whatever the dtype of the model, because their errors accumulate in the state.

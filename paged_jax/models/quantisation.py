@@ -99,8 +99,8 @@ class Quantisation:
 
     Attributes:
       source: file and key of the quantisation config, for error messages.
-      schemes: patterns with the scheme of their modules, None if these are not quantised. The first
-        matching pattern applies.
+      schemes: pairs of a pattern and the scheme of the modules that it selects; None as the scheme
+        means that they are not quantised. The first matching pattern applies.
       ignored: patterns of modules that are not quantised.
       has_kv_scales: whether the checkpoint contains scales for an 8-bit KV cache.
     """

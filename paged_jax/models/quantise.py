@@ -16,10 +16,11 @@ of 0::
              saved = A * A / B                                (uint4: divided by n, the group size)
 
 The search keeps the codes with the largest `saved`. It then rounds the group again with the best
-scale for these codes, and keeps the better codes of the two.
+scale for these codes, and keeps the new codes if their `saved` is larger. For uint4, it repeats
+this once.
 
-Scales of two levels are chosen as floats first. They are then rounded, and the values are rounded
-again.
+Scales of two levels (an int8 number per group, times a float32 factor per section) are chosen as
+floats first. They are then rounded, and the values are rounded again.
 
 Only weights are quantised, not activations. The functions take and return arrays of NumPy or JAX.
 For 4-bit integers, all JAX backends and NumPy return the same bits, because the search uses
@@ -117,9 +118,10 @@ def _quantise(w: Any, format: WeightFormat) -> WeightArrays:
 
 
 def _quantise_in_sections(w: Any, format: WeightFormat) -> WeightArrays:
-    """Quantise to scales or minima of two levels.
+    """Quantise to a format with scales or minima of two levels, see `weight_formats`.
 
-    Choose float scales and minima, round them to two levels, and round the values for them.
+    First choose float scales and minima, and round them to two levels. Then round the values with
+    these scales and minima.
     """
     num_inputs = w.shape[-1]
     first = _quantise(w, replace(format.widened, code=format.code))
@@ -238,9 +240,9 @@ def quantise_on_host(w: np.ndarray, format: WeightFormat) -> WeightArrays:
         size = SECTION_INPUTS
     has_whole_groups = size is not None and size % PACKED_INPUTS == 0 and not format.has_order
     # All chunks of a matrix have the same shape, so that they share one compiled function. Unused
-    # rows at the end of the last chunk are ignored. If the format allows it, each row of a chunk is
-    # one group or section. The shape then depends only on the format. Otherwise, it also depends on
-    # the number of inputs.
+    # rows at the end of the last chunk are ignored. If the format allows it, the matrix is reshaped
+    # so that each row is a group or section. The chunk's shape then depends only on the format, so
+    # matrices with other numbers of inputs share the compiled function.
     width = size if size is not None and has_whole_groups else w.shape[-1]
     rows = w.reshape(-1, width)
     out = WeightArrays(**{name: np.empty(*x) for name, x in format.shapes(rows.shape).items()})
@@ -260,8 +262,8 @@ def quantise_on_host(w: np.ndarray, format: WeightFormat) -> WeightArrays:
 
 
 def _on_host(chunk: np.ndarray, format: WeightFormat) -> WeightArrays:
-    # Allow transfers here, because the caller may have forbidden implicit transfers. These
-    # transfers stay on the host.
+    # Allow transfers here, because the caller may have forbidden implicit transfers. They only copy
+    # between NumPy and the CPU backend.
     with jax.transfer_guard("allow"), jax.default_device(jax.local_devices(backend="cpu")[0]):
         return _compiled(chunk, format)
 
@@ -352,7 +354,13 @@ def _ranges(integers: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _as_integers(groups: Any) -> tuple[Any, Any]:
-    """Scale groups by powers of two and round them to int32; also return their exponents."""
+    """Convert groups to int32, with an exponent for each group.
+
+    The integers are ``groups * 2**(_BITS - exponent)``, rounded.
+
+    Returns:
+      The integers int32 ``[..., n]``, and the exponents int32 ``[...]``.
+    """
     xp = groups.__array_namespace__()
     _, exponents = xp.frexp(xp.abs(groups).max(-1))
     exponents = xp.maximum(exponents.astype(np.int32), _MIN_EXPONENT)
@@ -367,7 +375,8 @@ def _power_of_two(exponents: Any) -> Any:
 def _reciprocal(integers: Any, bits: int) -> Any:
     """Return ``1 / integers`` as float32, rounded down to `bits` fractional bits.
 
-    Integers are divided, so that NumPy and JAX give equal results.
+    The division is an integer division, because NumPy and JAX may round float divisions
+    differently.
     """
     return (2**bits // integers).astype(np.float32) * np.float32(2.0**-bits)
 

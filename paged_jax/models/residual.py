@@ -37,7 +37,7 @@ NORMS = {
 # Additional norms of layers with `separate_expert_norms`. They normalise the input of the router,
 # the input of the experts, the output of the experts, and the output of the shared expert.
 EXPERT_NORMS = ("router_norm", "expert_input_norm", "expert_out_norm", "shared_out_norm")
-# Lower bound of a stream's mean square, before the stream is divided by its root mean square.
+# `_with_mean_square` divides by the mean square of a stream, or by this number if it is larger.
 _MIN_MEAN_SQUARE = 1e-5
 
 

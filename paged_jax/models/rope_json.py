@@ -106,7 +106,7 @@ def write_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def read_latent(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the fields of a `LlamaConfig` that differ for models with latent attention."""
+    """Return the fields of a `LlamaConfig` that latent attention sets; empty without it."""
     if not family.has_latent:
         return {}
     sizes = {name: read_integer(config, name) for name in _LATENT_KEYS}
@@ -117,8 +117,8 @@ def read_latent(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         # This factor of the attention scores is applied in addition to `attention_factor`.
         scale = _yarn_scale(scaling.factor, read_number(rope, "mscale_all_dim"))
         fields["attention_multiplier"] = latent.query_dim**-0.5 * scale**2
-    # All heads share one latent vector, but files give the number of heads as
-    # `num_key_value_heads`.
+    # The number of KV heads is the number of heads, as in the files, although all heads share one
+    # latent vector.
     heads = read_integer(config, "num_attention_heads")
     fields |= {"num_key_value_heads": heads, "head_dim": latent.qk_rope_head_dim}
     return fields | {"latent": latent}
@@ -135,7 +135,10 @@ def write_latent(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _mscale_all_dim(fields: Mapping[str, Any], factor: float) -> float:
-    """Convert `attention_multiplier` to ``mscale_all_dim``; 0 if this entry is not needed."""
+    """Return the entry ``mscale_all_dim`` for `attention_multiplier`; 0 if it is not needed.
+
+    `factor` is the factor of the rotary scaling.
+    """
     latent: LatentSizes | None = fields["latent"]
     multiplier = fields["attention_multiplier"]
     if latent is None or multiplier is None or factor <= 1:
@@ -153,7 +156,7 @@ def _read_query_scale(
     `rope` is the entry `rope_parameters`.
     """
     if family.query_scale == "attn_temperature_tuning":
-        # In early files, the value is a number instead of true: 0 stands for false.
+        # The value is a boolean in newer files, and a number in early files, where 0 means false.
         if not config.get("attn_temperature_tuning"):
             return None
         beta = read_number(config, "attn_scale")
@@ -217,8 +220,8 @@ def read_scaling(
     if rope.get("factor") is not None or rope_type in ("linear", "dynamic", "llama3"):
         fields["factor"] = read_number(rope, "factor")
     else:
-        # By default, the factor is the ratio of the maximum and the original context length, for
-        # example in files of Phi-3.
+        # The default is the ratio of the maximum context length to the original context length.
+        # Files of Phi-3 rely on it.
         fields["factor"] = max_position_embeddings / fields["original_max_position_embeddings"]
     for key in ("beta_fast", "beta_slow"):
         if key in used and rope.get(key):  # null and 0 stand for the default, as in transformers
@@ -236,7 +239,7 @@ def read_scaling(
 
 
 def write_scaling(scaling: RopeScaling) -> dict[str, Any]:
-    """Return the object ``rope_scaling`` for `read_scaling` and transformers."""
+    """Return the entry ``rope_scaling``, which `read_scaling` and transformers can read."""
     written: dict[str, Any] = {"rope_type": scaling.rope_type}
     for name in SCALING_FIELDS[scaling.rope_type]:
         value = getattr(scaling, name)

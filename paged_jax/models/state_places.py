@@ -8,9 +8,10 @@ of a token on a state cannot be undone. So the recurrence runs twice. `advance` 
 of all tokens, but does not change the states S. Later, `advance_postponed` applies only the
 accepted tokens to the states::
 
-    score T drafts      read S, outputs of T tokens          inputs of all recurrent layers are kept
+    score T drafts      advance              read S, compute the outputs of T tokens, and keep the
+                                             inputs of the recurrence
     accept n of them
-    advance             read S, apply n tokens, write S
+    update states       advance_postponed    read S, apply the first n tokens, write S
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,8 +44,8 @@ class StatePlaces(NamedTuple):
     Attributes:
       sources: i32 ``[B]``, entry that each row reads; P for rows that start with a state of zeros.
       entries: i32 ``[B]``, entry that each row writes; P for rows that write nothing.
-      switch_lengths: i32 ``[B]``, number of tokens after which each row writes to `next_entries`
-        instead of `entries`, see `state_tables.plan_states`.
+      switch_lengths: i32 ``[B]``. When the sequence of a row has this length, the row starts to
+        write to `next_entries` instead of `entries`, see `state_tables.plan_states`.
       next_entries: i32 ``[B]``, entry that each row switches to; P for rows that do not switch.
       num_entries: number of entries in the pools (P).
       layers: for each layer, the index of its group of recurrent layers and its index in this
@@ -100,7 +101,7 @@ class StatePlaces(NamedTuple):
         Args:
           step: i32 ``[]``, index of the step in its dispatch, from 0.
           active: bool ``[B]``, False for rows that get no token.
-          lengths: i32 ``[B]``, number of tokens of each row before the step.
+          lengths: i32 ``[B]``, sequence length of each row before the step.
         """
         P, is_switching = self.num_entries, self.next_entries < self.num_entries
         first = jnp.where(step == 0, self.sources, self.entries)

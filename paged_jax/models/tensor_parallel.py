@@ -68,7 +68,8 @@ _DIVIDED = {
 _OF_HEADS = ("qkv_proj", "qkv_bias", "q_norm", "k_norm")
 # Parameters of recurrent layers that are copied to several devices like KV heads (`Mixer.widen`).
 _OF_MIXER = tuple(name for name in _DIVIDED if name.startswith("mixer_") and _DIVIDED[name] > 1)
-# Fields for the number of KV heads. The second is 0 if it is the same in all layers.
+# Fields with a number of KV heads. `num_global_key_value_heads` is for layers without a sliding
+# window; 0 if these layers have `num_key_value_heads`, like all others.
 _KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
 
 Convert = Callable[[jax.Array], jax.Array]
@@ -185,8 +186,8 @@ def shard_config(function: str, config: LlamaConfig, num_devices: int) -> LlamaC
         wide,
         mixer=None if wide.mixer is None else wide.mixer.divide(num_devices),
         vocab_size=-(-wide.vocab_size // num_devices),
-        # If all layers have experts, no layer has a dense MLP of this size, so it need not be
-        # divisible.
+        # If all layers have experts, no layer has a dense MLP. `intermediate_size` is then unused,
+        # and may be any number.
         intermediate_size=wide.intermediate_size // (1 if all(config.has_experts) else num_devices),
         intermediate_sizes=tuple(size // num_devices for size in wide.intermediate_sizes),
         vocab_size_per_layer_input=wide.vocab_size_per_layer_input // num_devices,
@@ -285,8 +286,8 @@ class TensorParallel:
         if (mesh := self._mesh_of_copies(name)) is not None:
             return NamedSharding(mesh, _divide(rank, rank - _DIVIDED[kind], "heads"))
         if kind in _OF_VOCABULARY and self._num_padding and not name.endswith(ORDER):
-            # In this layout, the vocabulary is not padded, so its size is not a multiple of the
-            # number of devices. Divide the last dimension instead.
+            # The vocabulary is not padded in the model layout, so it cannot be divided evenly.
+            # Divide the last dimension instead, if its size is a multiple of the number of devices.
             if shape[-1] % self.num_devices:
                 return NamedSharding(self.mesh, PartitionSpec())
             return NamedSharding(self.mesh, _divide(rank, rank - 1, AXIS))
@@ -303,7 +304,7 @@ class TensorParallel:
         if rank < _DIVIDED[kind]:
             return PartitionSpec()  # norm of each recurrent head
         if name.endswith((SCALE, MIN)) and _DIVIDED[kind] == 1 and shape[-1] == 1:
-            return PartitionSpec()  # a row has a single scale, which all devices need
+            return PartitionSpec()  # all devices need the single scale of a divided row
         return _divide(rank, rank - _DIVIDED[kind], AXIS)
 
     def check_formats(
@@ -383,7 +384,7 @@ class TensorParallel:
         return Mesh(devices, ("heads", "copies"), axis_types=(AxisType.Auto,) * 2)
 
     def _pieces(self, name: str) -> _Pieces:
-        """Return the pieces of a parameter with copied heads, in the dimension after the heads.
+        """Return the pieces of a parameter with copied heads, along the dimension after the heads.
 
         Each copy of a KV head has all of its key and value rows, and a share of its query rows.
         """

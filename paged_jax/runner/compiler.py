@@ -25,6 +25,8 @@ def compiler_options(platform: str, *, is_unrolled: bool = False) -> Any:
     compile in a sixth less time. Their code is as fast: a decode step takes 0.98 to 1.04 times as
     long, a prompt 0.97 to 0.99 times. They compile programs with unrolled layers more slowly.
 
+    The options for GPUs are in `COMPILER_OPTIONS`.
+
     Args:
       platform: `jax.Device.platform` of the device that runs the program.
       is_unrolled: whether the layers of the model are unrolled in the program.

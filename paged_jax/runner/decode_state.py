@@ -133,7 +133,7 @@ def empty_state(
     )
 
 
-# Type of functions with the arguments and the result of `StoredPrograms.find`.
+# Type of `StoredPrograms.find`, without the keyword arguments.
 FindProgram = Callable[[str, Any, tuple[Any, ...], int | None], Callable[..., Any]]
 
 
@@ -154,12 +154,14 @@ def assign(
     Args:
       state: the state; everything except its cache is donated.
       assignments: the sequences and their slots.
-      find: function that returns the compiled program, such as `StoredPrograms.find`.
+      find: function that returns the compiled program to call, such as `StoredPrograms.find`. By
+        default, JAX compiles the program when it is called.
 
     Returns:
       The new state. The `stop_ids` of a slot are the end-of-sequence tokens, followed by
-      ``params.stop_token_ids``. Only the first X of them stop the sequence on the device. The
-      caller must search the results for the others, as it does for stop strings.
+      ``params.stop_token_ids``. The state has room for X stop tokens per slot. If there are more,
+      only the first X stop the sequence on the device; the caller must search the results for
+      the others, as it does for stop strings.
 
     Raises:
       ValueError: a number is out of range, a request has too many biases for the state, or a

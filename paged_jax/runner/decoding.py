@@ -240,9 +240,9 @@ def verify_steps(
     with_top = jnp.asarray(with_top, jnp.bool_)
     first = _Batch.take(state, slots, T + 1, num_top)
     starts = first.lengths
-    # A sequence is complete when it has `max_lengths` tokens. It has `starts + 1` tokens already,
-    # and one token is sampled after the confirmed draft tokens. So at most `max_lengths - starts -
-    # 2` draft tokens are useful.
+    # A sequence is complete when it has `max_lengths` tokens. It already has `starts + 1` tokens:
+    # `starts` in the cache, and the last token. One more is sampled after the confirmed draft
+    # tokens. So at most `max_lengths - starts - 2` draft tokens are useful.
     room = first.max_lengths - starts - 2
     if state.cache.states is not None:
         # Stop at the next multiple of `interval` tokens, so that the next dispatch can save the
@@ -284,9 +284,8 @@ def _plan_steps(
 ) -> tuple[PagedCache, tuple[ReservePlan, ...]]:
     """Plan blocks for `num_steps` i32[] decode steps, or for fewer if blocks are scarce.
 
-    All steps are planned together, so that a decode step allocates no blocks. If each step
-    allocated its blocks, it would launch dozens of small kernels, or copy the arrays of the
-    allocator.
+    All steps are planned together, so that a decode step allocates no blocks. Allocation in each
+    step would launch dozens of small kernels on GPUs, or copy the arrays of the allocator.
     """
     limits = jnp.where(batch.is_running, batch.limits - 1 - batch.lengths, 0)
     num_slots = cache.num_slots
@@ -360,7 +359,7 @@ class _Batch:
         return batch._stop_rows(batch.token_ids)
 
     def draw(self, logits: jax.Array, with_top: jax.Array) -> "_Batch":
-        """Sample a token for each running row from logits f32 [B, V], and stop complete rows."""
+        """Sample a token for each running row from logits f32[B, V], and stop complete rows."""
         positions = self.lengths + 1
         draws, new_sampling = sample(
             logits, self.sampling, positions, self.is_running, self.slots, with_top,
@@ -403,7 +402,7 @@ class _Batch:
         return is_stop | ((self.lengths + 1 >= self.max_lengths) & (self.lengths >= 0))
 
     def lengths_in(self, cache: PagedCache) -> jax.Array:
-        """Return the lengths of all slots, i32[S], with the lengths of the rows filled in."""
+        """Return the lengths of all slots, i32[S]: of `cache`, updated with this batch's rows."""
         return cache.lengths.at[self.slots].set(self.lengths, mode="drop")
 
     def put_back(

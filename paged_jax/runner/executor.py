@@ -51,9 +51,9 @@ class QueuedResult(NamedTuple):
 class Executor:
     """Runs programs; each program gets the state that the previous program returned.
 
-    All methods must be called from the same thread. If `calls_wait` is True or masks of grammars
-    must be written, a `CallThread` calls the programs of `queue_ahead`. Methods that need the state
-    then wait for that thread.
+    All methods must be called from the same thread. `queue_ahead` makes its calls in a `CallThread`
+    if `calls_wait` is True, or if it must write token masks of grammars. Methods that need the
+    state wait for that thread.
 
     Args:
       weights: the weights, and their division over devices.
@@ -63,7 +63,7 @@ class Executor:
       cascade: whether decoding uses cascade attention, see `PagedModel.decode`.
       backend: backend of the attention, see `paged_attention`.
       on_compile: function that is called with a line of text before a program is compiled.
-      first_programs: programs that are read while the model is loaded; None if there are none.
+      first_programs: programs that were read from files while the model was loaded, or None.
 
     Attributes:
       sizes: sizes that the programs depend on.
@@ -162,7 +162,7 @@ class Executor:
             with jax.default_device(self._device):
                 make = self._stored.find("empty state", make, (), **static)
                 return jax.device_put(make(), self._device)
-        # Create each part on its own device, because the whole state might not fit on one device.
+        # Create each shard on its device, because the whole state might not fit on one device.
         make = functools.partial(empty_state, *shape)
         places = division.shardings(jax.eval_shape(make))
         return jax.jit(make, out_shardings=places)()
@@ -184,7 +184,7 @@ class Executor:
 
     @property
     def free_blocks(self) -> list[int]:
-        """Number of free blocks of each group, then number of free states, if any.
+        """Number of free blocks of each group. With recurrent layers, free states come last.
 
         Cached blocks that no slot uses count as free.
         """
@@ -221,7 +221,7 @@ class Executor:
             return self.queue(calls[-1])
 
         def make_calls() -> Any:
-            # Write the masks in this thread too, so that the main thread does not block: on CPUs,
+            # Write the masks in this thread, not in the main thread, which would block: on CPUs,
             # JAX runs such small programs synchronously, after the programs that already run.
             if masks is not None:
                 self._write_token_masks(masks)
@@ -425,11 +425,11 @@ def require_blocks(*oks: Any) -> None:
 
 
 class CallThread(concurrent.futures.ThreadPoolExecutor):
-    """Thread that calls functions in the order of submission; it ends with this object.
+    """Thread that calls functions in the order of submission, until this object is deleted.
 
     Usually, JAX queues a program and the call returns immediately. On GPUs, the call of a program
     with a data-dependent loop returns only after the loop, because the host fetches the loop
-    condition after each iteration. So the calls after such a program are made in this thread.
+    condition after each iteration. This thread makes such calls, so that the main thread can go on.
 
     Example:
       >>> thread = CallThread()

@@ -117,7 +117,7 @@ class Channel:
         return f"{self._name}/{folder}/{number}"
 
     def _note_received(self, folder: int) -> None:
-        """Record that this process received a folder; the last process to do so deletes it."""
+        """Record that this process has received a folder. The last receiver deletes the folder."""
         receivers = self._client.key_value_increment(f"{self._name}/received/{folder}", 1)
         if receivers == jax.process_count() - 1:
             self._client.key_value_delete(f"{self._name}/{folder}/")
@@ -239,7 +239,7 @@ def _numbers(assignment: Assignment) -> dict[str, Any]:
 
 
 def follow(executor: Executor, channel: Channel) -> None:
-    """Receive messages from process 0 and do the same actions, until "end" is received.
+    """Receive messages from process 0 and execute their actions, until "end" is received.
 
     Args:
       executor: an executor that was created with the same arguments as in process 0.

@@ -115,7 +115,12 @@ class Program:
     static: dict[str, Any] = field(default_factory=dict)
 
     def call(self, *args: Any, **static: Any) -> Call:
-        """Return a `Call` with these arguments, to pass it to `Executor.run`."""
+        """Return a `Call` of this program, to pass it to `Executor.run`.
+
+        Args:
+          *args: the arguments after the weights and the state.
+          **static: further static arguments.
+        """
         return Call(self.label.format(*args, **static), self.jitted, args, self.static | static)
 
 

@@ -153,8 +153,8 @@ class ModelRunner:
         """Return the longest prefix of `digests` that may be cached on the device."""
         if self._groups[0].sliding_window is None:
             return list(itertools.takewhile(self._published.__contains__, digests))
-        # Remove only the digests after the last digest that may be cached. Earlier blocks may be
-        # missing in the cache, because layers with a window only need the last blocks of a prefix.
+        # Layers with a window only need the last blocks of a prefix, so earlier blocks may be
+        # missing in the cache. Remove only the digests after the last digest that may be cached.
         count = len(digests)
         while count and digests[count - 1] not in self._published:
             count -= 1
@@ -240,7 +240,7 @@ class ModelRunner:
             self.num_swapped_blocks += num_swapped_blocks(num_tokens, C, *groups)
 
     def _swap_copies(self, sequence: Sequence) -> list[tuple[int, np.int32]]:
-        """Return the arguments ``(group, first)`` of all `read_blocks` calls that a swap makes."""
+        """List the block copies of a swap as pairs (group of layers, index of the first block)."""
         C, width = self._sizes.block_size, self._sizes.swap_width
         return [
             (number, np.int32(first))
@@ -264,7 +264,7 @@ class ModelRunner:
     # Called by the engine
 
     def fork(self, forks: list[tuple[Sequence, list[Sequence]]]) -> None:
-        """Make the slots of children copies of the slots of their parents, sharing all blocks.
+        """Copy the slots of parents to the slots of their children; the copies share all blocks.
 
         `forks` lists each parent with its children.
         """
@@ -315,8 +315,9 @@ class ModelRunner:
         # the last block can get a snapshot.
         interval, last = self._state_interval, sequence.num_computed // C - 1
         is_point = interval and sequence.num_computed in sequence.snapshot_points(interval)
-        # The slot of a decoding sequence may also have a mark, which is the recurrent state after
-        # an earlier token, saved in another pool entry. See `cache.blocks.state_tables`.
+        # A decoding slot may also have a mark: its recurrent state after an earlier token, saved in
+        # another pool entry, see `cache.blocks.state_tables`. The block that ends with this token
+        # gets a snapshot as well.
         mark = (sequence.num_computed - 1) // interval * interval // C - 1 if interval else -1
         for column in range(self._num_published[slot], last + 1):
             token_ids = sequence.token_ids[column * C : (column + 1) * C]

@@ -81,8 +81,9 @@ class Sizes(NamedTuple):
     def dispatch_capacity(self) -> int:
         """Maximum number of decode steps in a call of the compiled decode program.
 
-        It is `max_steps`, rounded up to a power of two, so that engines with similar `max_steps`
-        share a program. The actual number of steps is an argument of each call.
+        It is `max_steps`, rounded up to a power of two of at least `MIN_DISPATCH_CAPACITY`, so that
+        engines with similar `max_steps` share a program. The actual number of steps is an argument
+        of each call.
         """
         return max(MIN_DISPATCH_CAPACITY, 1 << (self.max_steps - 1).bit_length())
 
@@ -109,7 +110,7 @@ class Sizes(NamedTuple):
 # less padding (half a row per chunk on average). Longer rows make the attention kernel faster,
 # because it processes the queries of a row together, for 4 heads at a time.
 TILE = 8
-# Smallest length to which prompt chunks are padded. The larger lengths are powers of two.
+# Smallest length to which prompt chunks are padded, see `chunk_bucket`.
 MIN_CHUNK = 16
 
 

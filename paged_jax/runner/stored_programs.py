@@ -17,8 +17,9 @@ process and nobody else may write to it, see `user_cache.read`.
 Programs are stored only for a single CPU device, because programs for other devices depend on more
 than the key contains.
 
-Reading an executable takes 0.02 to 0.15 s, and its key is known only after the model has been
-loaded. So a list of the first programs is stored for the options of an engine, see `FirstPrograms`.
+Reading an executable takes 0.02 to 0.15 s, so the first programs are read while the model is being
+loaded. Their keys cannot be computed yet at that time, so they come from a file that lists the
+first programs of the last engine with the same options, see `FirstPrograms`.
 """
 
 import concurrent.futures
@@ -56,8 +57,8 @@ _PACKAGE = Path(__file__).parents[1]
 # this module; the other 3 s are a safety margin.
 _IMPORTED = time.time() - 5
 
-# Number of programs that a list contains. An engine needs four programs for its first token: they
-# make the empty state, prefill a prompt, assign the sequence to a slot, and decode.
+# Number of programs that `FirstPrograms` lists. An engine needs four programs for its first token:
+# they make the empty state, prefill a prompt, assign the sequence to a slot, and decode.
 _NUM_FIRST = 4
 _PLAIN = str | int | float | Path | None
 
@@ -66,8 +67,8 @@ class FirstPrograms:
     """The first programs of an engine, which a thread reads from files while the model is loaded.
 
     A file in the folder ``starts`` lists the keys of the programs that the last engine with the
-    same options needed first. If another engine needs other programs, the list is wrong. This only
-    takes time, because `StoredPrograms` looks up a program by its key.
+    same options needed first. If this engine needs other programs, reading the listed files only
+    wastes time: `StoredPrograms` looks up programs by key, so it never uses a wrong one.
 
     Args:
       options: options of the engine by name. Only strings, numbers, paths and None are compared.
@@ -91,9 +92,10 @@ class FirstPrograms:
         thread.shutdown(wait=False)
 
     def take(self, key: str) -> jax.stages.Compiled | None:
-        """Return the program with a key if it has been read, and list the key for the next start.
+        """Return the program with key `key`, and list the key for the next start.
 
-        The result is None if the program was not listed, or if its file cannot be used.
+        Waits until the thread has read the program. Returns None if the program was not listed, if
+        its file cannot be used, or if the engine has already asked for `_NUM_FIRST` programs.
         """
         if self._file is None or len(self._keys) == _NUM_FIRST:
             return None
@@ -218,7 +220,7 @@ class _Source(NamedTuple):
 
     @property
     def structure(self) -> Any:
-        """Tree structure of ``(arguments, {})``: the function gets no keyword arguments."""
+        """Tree structure of the arguments, in the form of `jax.stages.Compiled.in_tree`."""
         return jax.tree.structure((self.arguments, {}))
 
 
@@ -235,7 +237,10 @@ class _Stored(NamedTuple):
 
 
 def _compile(folder: Path, key: str, source: _Source) -> jax.stages.Compiled:
-    """Compile a program and write its file; do not write it if a C++ kernel is missing."""
+    """Compile a program, and write it to a file unless a C++ kernel could not be loaded.
+
+    Without the kernel, the program uses XLA operations, so later processes should not load it.
+    """
     lowered = _lower(source, key)
     program = lowered.compile()
     if cpu_backend().is_any_missing():

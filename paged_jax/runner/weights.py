@@ -67,9 +67,9 @@ def _bits(x: jax.Array) -> jax.Array:
 # is for pools [L, P, K, C, D], scales [L, P, K, C], and copies of blocks.
 WHOLE = PartitionSpec()
 OF_HEADS = PartitionSpec(None, None, AXIS)
-# Pools of recurrent states [L, P, ...] are also divided along their third dimension (heads or
-# channels). A copy of a sequence's states has no dimension P, so OF_STATES divides the second
-# dimension.
+# OF_HEADS is also for pools of recurrent states [L, P, ...]. Their third dimension, heads or
+# channels, is divided. OF_STATES is for a copy of a sequence's states: it has no dimension P, so
+# its second dimension is divided.
 OF_STATES = PartitionSpec(None, AXIS)
 
 _Function = Callable[..., tuple[DecodeState, Any]]
@@ -172,7 +172,7 @@ class Graph:
 
     @staticmethod
     def merge(key: Any, state: Any) -> Any:
-        """Return the module of `key` with the given state, like `nnx.merge`."""
+        """Return the module with the structure `key` (a result of `Graph.key`) and a state."""
         return nnx.merge(key.graphdef if isinstance(key, Graph) else key, state)
 
 
@@ -216,8 +216,8 @@ class Weights:
             self.config, self.device_config, self.division = model.config, None, None
             self.graphdef = Graph.key(graphdef)
             places = [SingleDeviceSharding(_one_device(arrays))] * len(arrays)
-            # Commit the arrays to their device, without a copy. Later arrays will be committed, and
-            # JAX compiles a program separately for committed and uncommitted arguments.
+            # Commit the arrays to their device, without a copy. Weights that replace them will be
+            # committed, and JAX compiles programs separately for committed and uncommitted arrays.
             arrays = jax.device_put(arrays, places)
         else:
             assert isinstance(model, Llama), "other models are not divided"
@@ -241,7 +241,7 @@ class Weights:
 
     @property
     def originals(self) -> list[jax.Array]:
-        """The weights in the model layout; converted copies if programs use another layout."""
+        """The weights in the model layout. If programs use another layout, these are copies."""
         if not self.arrays:
             return []
         named = zip(self.names, self.arrays, strict=True)
@@ -256,7 +256,10 @@ class Weights:
         return [self._permute(interleave, name, x) for name, x in named]
 
     def _permute(self, function: Callable[[Any], Any], name: str, array: jax.Array) -> jax.Array:
-        """Apply `interleave` or `undo_interleave` on the host, if the rows are interleaved."""
+        """Return ``function(array)`` if programs interleave the weight's rows, else `array`.
+
+        `function` is `interleave` or `undo_interleave`, and runs on the host.
+        """
         if name not in self._interleaved:
             return array
         with jax.transfer_guard("allow"):
@@ -287,13 +290,13 @@ class Weights:
 
 
 def _is_interleaved(name: str, formats: MatrixFormats) -> bool:
-    """Return whether a parameter belongs to a matrix with interleaved rows, and has rows."""
+    """Return whether a parameter has interleaved rows: a matrix, or its scales or minimums."""
     matrix = matrix_name(name)
     return is_matrix(matrix) and formats[matrix].is_interleaved and not name.endswith(ORDER)
 
 
 def _graph_in_order(graphdef: Any, state: Any) -> Any:
-    """Return the structure of a model, but with the rows of all matrices in their order."""
+    """Return the structure that a model has if the rows of its matrices are not interleaved."""
     copy = nnx.merge(graphdef, state)
     modules: list[Any] = [module for _, module in nnx.iter_modules(copy)]
     for module in modules:

@@ -326,7 +326,7 @@ def _sum(x: jax.Array) -> jax.Array:
 
 
 def _weights_above(is_above: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """Return the weights of the tokens where `is_above`, and 0 for the other tokens.
+    """Return the weights of the tokens for which `is_above` is True, and 0 for the others.
 
     If `weights` is None, each token has the weight 1.
     """
@@ -361,9 +361,9 @@ def apply_first(
 ) -> jax.Array:
     """Apply the first function with a True condition to `x`; return `x` if all are False.
 
-    Only this function is applied, so it must also do the work of later functions. On GPUs, the
-    first function is always applied, because the host would wait longer for the conditions than the
-    function takes. So it must return the right result even if its condition is False.
+    No second function is applied, so each function must include the work of all later functions. On
+    GPUs, ``cases[0]`` is applied even if its condition is False, because the host would wait longer
+    for the conditions than its function takes. So this function must be correct in any case.
 
     Args:
       cases: pairs of a condition, bool[], and a function. The function takes an array and returns

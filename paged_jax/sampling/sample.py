@@ -281,8 +281,8 @@ def top_logprobs(
     Args:
       logits: [S, V], the logits of the model.
       k: static, 1 <= k <= V.
-      bias: token ids i32[K], and values f32[S, K] that are added to the log-probabilities of these
-        tokens. The log-probabilities are not normalised again.
+      bias: ids of N tokens, i32[N], and values f32[S, N] that are added to the log-probabilities of
+        these tokens; None for no bias. The log-probabilities are not normalised again.
 
     Returns:
       values: f32[S, k], largest first.

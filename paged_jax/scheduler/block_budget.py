@@ -130,7 +130,7 @@ class BlockBudget:
         return num_blocks_needed(num_tokens, self.block_size)
 
     def num_wanted(self, num_tokens: int) -> int:
-        """Return how many blocks a prefill of `num_tokens` tokens in chunks of full size needs."""
+        """Return the number of blocks to prefill `num_tokens` tokens in chunks of full size."""
         return num_blocks_needed(num_tokens, self.block_size)
 
     def num_shared(self, num_tokens: int) -> int:
@@ -171,13 +171,13 @@ class BlockBudget:
         return self.num_wanted(num_tokens)
 
     def num_freed_next(self, sequence: Sequence) -> int:
-        """Return the number of blocks that the next program of a sequence frees at its start."""
+        """Return the number of blocks that a sequence frees before its next tokens are computed."""
         return 0
 
     def num_claimed(self, sequence: Sequence) -> int:
-        """Return the number of further blocks that a running sequence needs to begin decoding.
+        """Return the number of further blocks that a sequence needs up to its next decode step.
 
-        These are the blocks for the rest of its prefill and for its first decode step.
+        These are the blocks for the rest of its prefill, if any, and for this decode step.
         """
         size = self.block_size  # Use a local variable, because this method runs very often.
         num_blocks = num_blocks_needed(len(sequence.token_ids), size)
@@ -194,7 +194,7 @@ class BlockBudget:
         return 1
 
     def can_grow(self, sequence: Sequence) -> bool:
-        """Return whether a sequence may need more blocks than its present tokens need."""
+        """Return whether a sequence may later need more blocks than its tokens need now."""
         most = num_blocks_needed(num_cached_tokens_at(sequence.max_length), self.block_size)
         return most > num_blocks_needed(len(sequence.token_ids), self.block_size)
 
@@ -206,9 +206,9 @@ class WindowBlockBudget(BlockBudget):
     a sequence (a prefill chunk or a dispatch of decode steps) first frees the blocks that have left
     the window. A shared block becomes free only when all its sequences have freed it, and the host
     does not know when this happens. So this budget counts the blocks of each sequence as if no
-    block was shared. The pool never uses more blocks than this count, so a plan within P blocks is
-    always possible. The disadvantage is that a sequence must wait for the blocks of a window and a
-    chunk, even if it shares its prompt with another sequence.
+    block was shared. The sequences never use more blocks than this count. If the count of a plan is
+    at most P, the plan can therefore run. The disadvantage is that a sequence must wait until there
+    are free blocks for a window and a chunk, even if it shares its prompt with another sequence.
 
     To count shared blocks, the host would need the reference counts on the device. It would have to
     keep a copy of them, updated for every fork, block copy and prefix hit, or wait for the device
@@ -265,7 +265,7 @@ class WindowBlockBudget(BlockBudget):
         return 0
 
     def num_in_row(self, num_tokens: int, program_start: int) -> int:
-        """Return the number of blocks that a slot holds, without blocks that it has freed."""
+        """Return the number of blocks of a sequence that its slot has not freed yet."""
         num_blocks = num_blocks_needed(num_tokens, self.block_size)
         return num_blocks - self._first_kept(program_start)
 
@@ -289,9 +289,10 @@ class WindowBlockBudget(BlockBudget):
         return min(self.num_blocks, self.num_wanted(num_tokens))
 
     def num_freed_next(self, sequence: Sequence) -> int:
-        """Return the number of blocks that the next program of a sequence frees at its start.
+        """Return the number of blocks that a sequence frees before its next tokens are computed.
 
-        These blocks have left the window since the last program began.
+        These blocks have left the window since the start of the last program (a prefill chunk or a
+        dispatch of decode steps).
         """
         return self._first_kept(sequence.num_computed) - self._first_kept(sequence.program_start)
 
@@ -303,7 +304,7 @@ class WindowBlockBudget(BlockBudget):
         return super().num_claimed(sequence) - self.num_freed_next(sequence)
 
     def num_claimed(self, sequence: Sequence) -> int:
-        """Return the number of further blocks that a running sequence needs to begin decoding."""
+        """Return the number of further blocks that a sequence needs up to its next decode step."""
         if not sequence.num_prefill:
             return max(0, self.num_for_decode(sequence))
         num_held = self.num_in_row(sequence.num_computed, sequence.program_start)
@@ -318,7 +319,7 @@ class WindowBlockBudget(BlockBudget):
         return self.num_in_row(length, num_cached_tokens_at(length))
 
     def can_grow(self, sequence: Sequence) -> bool:
-        """Return whether a sequence may need more blocks than its present tokens need.
+        """Return whether a sequence may later need more blocks than its tokens need now.
 
         This is False if it already holds the blocks of a whole window.
         """

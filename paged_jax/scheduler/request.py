@@ -204,7 +204,7 @@ class Sequence:
 
     @property
     def num_prefill(self) -> int:
-        """Number of tokens still to prefill; the last token of the sequence does not count."""
+        """Number of tokens still to prefill. The last token of the sequence is never prefilled."""
         return len(self.token_ids) - 1 - self.num_computed
 
     def snapshot_points(self, interval: int) -> set[int]:

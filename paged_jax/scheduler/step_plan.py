@@ -16,7 +16,7 @@ class StepPlan:
         the engine publishes the blocks that a chunk fills, because other sequences may wait for
         them.
       computed: sequences that generate no tokens, and are complete after their chunk.
-      forks: pairs of a sequence and a list of sequences whose slots become copies of its slot.
+      forks: pairs ``(leader, forks)``: a sequence, and sequences that get copies of its slot.
       decodes: sequences that decode. There are enough free blocks for the first decode step,
         including copies of shared blocks.
       bound: the sequences in `decodes` with a grammar, for which the engine writes token masks
@@ -26,8 +26,8 @@ class StepPlan:
       leave_on_stop: whether decoding ends as soon as any sequence is complete, because other
         sequences wait for a slot.
       is_ahead: whether the plan was made before the tokens of the previous plan were known. Some of
-        its sequences may already be complete, or there may be too few free blocks. In both cases
-        the device samples no tokens for these sequences.
+        its sequences may already be complete, or may lack free blocks. The device samples no tokens
+        for them. If only the host knows that a sequence is complete, it ignores the tokens.
     """
 
     expired: list[Sequence] = field(default_factory=list)
@@ -46,8 +46,8 @@ class Lookahead:
 
     The device knows the last token of each sequence, and stops complete sequences itself. So it can
     run a second plan of decode steps before the host has read the tokens of the first plan. If a
-    sequence ends in the first plan, no tokens are sampled for it in the second plan, or the host
-    ignores them.
+    sequence ends in the first plan, the device samples no tokens for it in the second plan. If only
+    the host can detect the end, as for stop strings, it ignores the tokens of the second plan.
 
     If a sequence has a grammar, the host needs its last token to compute the token mask for its
     next token. If some sequences have a grammar and others do not, plans alternate: first all

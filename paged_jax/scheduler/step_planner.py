@@ -66,8 +66,8 @@ class StepPlanner:
         """Number of blocks that are left for a new sequence.
 
         It is negative if more blocks are reserved than are free. One block is reserved for each
-        running sequence that may grow. That sequence needs the block within C decode steps, so
-        without the reserve, the new sequence would soon be preempted.
+        running sequence that may grow. That sequence needs the block within C decode steps, where C
+        is the block size. Without the reserve, the new sequence would soon be preempted for it.
         """
         return self.num_free - self._num_promised - self._num_growing
 
@@ -168,8 +168,8 @@ class StepPlanner:
     def _add_first_decode(self, sequence: Sequence) -> None:
         """Add a sequence to `decodes` in the step that completes its prefill.
 
-        If not enough tokens or blocks are left, it is not added. It then decodes in the next step,
-        because each step plans decodes before chunks.
+        If not enough tokens or blocks are left, it is not added. Its first decode is then planned
+        in the next step, where it comes before all chunks.
         """
         length = len(sequence.token_ids)
         num_new = num_blocks_needed(length, self._block_size)
@@ -185,7 +185,7 @@ class StepPlanner:
 
         The forks and the leader generate their first tokens in this step. For its token, each fork
         needs one block: a new block, or a copy of the partly filled block at the end of the prompt.
-        (One sample can use the original of this block; the count assumes that it is the leader.)
+        (One sample writes to the original block; the count assumes that this is the leader.)
         So after this step, no two samples share a partly filled block. If there is no slot or block
         for a sample, it joins the queue, and will find the prompt in the prefix cache.
         `WindowBlockBudget` counts no block as shared, so it counts all blocks of a fork.
@@ -350,7 +350,7 @@ class Admission:
         return {sequence.digests[column]}
 
     def next_digests(self) -> set[bytes]:
-        """Return the union of `next_digest` over all running sequences."""
+        """Return the digests of the prompt blocks that the running sequences compute next."""
         return set().union(*map(self.next_digest, self._queue.running))
 
     def waits_for_prefix(self, sequence: Sequence, computing: set[bytes]) -> bool:

@@ -74,8 +74,8 @@ def num_entries(output: RequestOutput, deltas: Sequence[SampleDelta]) -> int:
         count += len(delta.sample.token_ids) - delta.start
         if delta.sample.logprobs is not None:
             count += sum(map(len, delta.sample.logprobs[delta.start :]))
-    # Count the log-probabilities of the prompt for the first and the last event, because it depends
-    # on the endpoint which of the two has them.
+    # The endpoint decides whether the first or the last event has the log-probabilities of the
+    # prompt, so count them for both events.
     if output.prompt_logprobs is not None:
         if output.finished or any(delta.start == 0 for delta in deltas):
             count += sum(len(row) for row in output.prompt_logprobs if row is not None)
@@ -194,7 +194,7 @@ class Answer(ABC):
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Maximum prompt length in tokens; with an answer, one less than the context length."""
+        """Maximum prompt length in tokens: context length, minus 1 unless `max_tokens` is 0."""
         return self.service.max_model_len - (self.max_tokens != 0)
 
     def _first_given(self, names: Sequence[str]) -> str:
@@ -447,7 +447,7 @@ def schema_constraint(schema: dict[str, Any], is_strict: bool) -> StructuredOutp
     """Return the constraint that a text is JSON and matches a schema."""
     guidance = schema.get("x-guidance", {})
     if not is_strict and isinstance(guidance, dict):
-        # Ignore keywords that llguidance does not support. They are errors in a strict schema.
+        # Ignore keywords that llguidance does not support. If `is_strict`, they are errors.
         schema = {**schema, "x-guidance": {"lenient": True, **guidance}}
     return StructuredOutputsParams(json=schema)
 

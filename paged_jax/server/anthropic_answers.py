@@ -133,7 +133,7 @@ class MessagesAnswer(BlockAnswer):
     def _end(self, sample: CompletionOutput) -> JsonDict:
         """Return the fields ``stop_reason`` and ``stop_sequence``: why the answer ended."""
         if sample.finish_reason != "stop":
-            # After an expired `timeout`, report "max_tokens" too: Anthropic's API has no other
+            # Report "max_tokens" even if the `timeout` has expired: Anthropic's API has no other
             # reason for an answer that is incomplete.
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if any(block.kind == "call" for block in self.tracker.blocks):

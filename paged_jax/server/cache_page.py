@@ -89,8 +89,8 @@ async def _state(service: Service, request: Request) -> Response:
     def render() -> Response:
         state = {
             "model": service.settings.model_name,
-            # A new start time tells the page that the server was restarted, so that the numbers of
-            # its events begin at 1 again.
+            # A new start time tells the page that the server was restarted: the numbers of its
+            # events begin at 1 again.
             "started": service.created,
             "num_generated_tokens": generated,
             **dataclasses.asdict(cache_map),

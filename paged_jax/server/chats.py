@@ -127,7 +127,7 @@ class Chat:
 
     @functools.cached_property
     def _start(self) -> Start:
-        """Where the generated text begins, relative to the reasoning: a value of `Start`."""
+        """Place where the generated text begins: "reasoning", "answer" or "either", see `Start`."""
         if self.reasoning is None or self.body.continue_final_message:
             return "answer"
         return self.reasoning.start(self._prompt)
@@ -205,7 +205,8 @@ class Chat:
         return harmony_grammar(token_ids, tools, is_required=self._must_call, answer=answer)
 
     def _answer_rule(self, constraint: StructuredOutputsParams, field: str) -> str:
-        # Check the constraint alone, so that its errors do not mention the rules of other parts.
+        # Check the constraint before it becomes part of a larger grammar, because errors of that
+        # grammar would mention rules that the client did not write.
         self._check(constraint, field)
         return constraint_rule(constraint)
 
@@ -260,7 +261,7 @@ class Chat:
         return parts
 
     def content_tokens(self, delta: SampleDelta, parts: Sequence[AnswerDelta]) -> list[list[int]]:
-        """Return one list per part: the indices of its tokens; [] if it is not content.
+        """Return for each part the indices of its tokens; [] for parts that are not content.
 
         An index is a position in `delta.sample.token_ids`. Reasoning and tool calls are not
         content.
@@ -287,7 +288,7 @@ class Chat:
         low, high = 0, len(sample.token_ids)
         if reader.is_inside:
             return high
-        # Binary search for the length of the shortest prefix that contains the end tag.
+        # Binary search for the smallest number of leading tokens that contain the end tag.
         while low < high:
             middle = (low + high) // 2
             text = tokenizer.decode(sample.token_ids[:middle], skip_special_tokens=False)
@@ -325,16 +326,16 @@ class ContentTokens:
         self._tokenizer = tokenizer
         self._shows_special = shows_special
         self._num_tokens = 0
-        # The generated text that follows the last part, as bytes.
+        # The generated text after the end of the last part that was pushed, as bytes.
         self._text = b""
         # Position of `_text` in the text of all tokens, in bytes.
         self._offset = 0
         # (index, start, end) of each token that begins in `_text`. Its start and end are positions
-        # in the text of all tokens, too.
+        # in the text of all tokens, in bytes, like `_offset`.
         self._tokens: collections.deque[tuple[int, int, int]] = collections.deque()
 
     def push(self, token_ids: Sequence[int], parts: Sequence[AnswerDelta]) -> list[list[int]]:
-        """Return one list per new part: the indices of its tokens; [] if it is not content.
+        """Return for each new part the indices of its tokens; [] for parts that are not content.
 
         Args:
           token_ids: the new tokens. The part that contains their text may follow in a later call.
@@ -350,15 +351,15 @@ class ContentTokens:
         return [self._take(part) for part in parts]
 
     def _take(self, part: AnswerDelta) -> list[int]:
-        """Remove the text up to the end of `part`, and return the indices of its content tokens."""
+        """Return the entry of `part` for `push`; remove the text up to its end from `_text`."""
         data = part.text.encode("utf-8", "replace")
         at = self._text.find(data)
-        # The model did not generate a tool call in this form. For example, the parser has converted
-        # its arguments to JSON.
+        # The text of a tool call may differ from the generated text: for example, the parser may
+        # have converted its arguments to JSON. The next part removes the generated text.
         if at < 0 and part.kind in ("call", "arguments"):
             return []
-        # Content may be missing in `_text` too: it has replacement characters (U+FFFD) instead of
-        # invalid bytes. In that case, assume that it begins where `_text` begins.
+        # Content may also be missing in `_text`, which still has the invalid bytes that content
+        # replaces by U+FFFD. In this case, assume that the content is at the start of `_text`.
         at = max(at, 0)
         start, end = self._offset + at, self._offset + at + len(data)
         found = []

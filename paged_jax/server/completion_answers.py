@@ -131,13 +131,16 @@ class CompletionAnswer(OpenAiAnswer):
 
     @property
     def num_samples(self) -> int:
-        """Number of samples to draw for each prompt. With `best_of`, only `n` are returned."""
+        """Number of samples to draw for each prompt: `best_of` if it is set, otherwise `n`.
+
+        The response contains only the best `n` of them.
+        """
         return self.body.best_of or super().num_samples
 
     def params(self) -> dict[str, Any]:
-        """Return the sampling parameters, with `best_of` as `n`, and with `logprobs`.
+        """Return the sampling parameters: `best_of` replaces `n`, and `logprobs` is added.
 
-        With `echo` and `logprobs`, log-probabilities of the prompt are requested too.
+        If the body sets both `echo` and `logprobs`, `prompt_logprobs` is at least `logprobs`.
 
         Raises:
           ApiError: `best_of` is less than `n`, or is given for a stream.

@@ -47,9 +47,9 @@ class Job:
       params: sampling parameters of all prompts.
       cache_salt: salt of the client's API key, followed by the ``cache_salt`` of the request.
       options: other keyword arguments for `AsyncEngine.generate`.
-      grammar: the compiled grammar of ``params.structured_outputs``, or None. The engine takes it
-        from the cache of grammars. This reference keeps it there, because the cache itself has only
-        weak references.
+      grammar: the compiled grammar of ``params.structured_outputs``, or None. The engine looks it
+        up in the cache of grammars, which has only weak references to evicted grammars. So this
+        reference keeps it alive.
     """
 
     prompts: list[list[int]]
@@ -184,9 +184,9 @@ def _limit_tokens(
 
 
 def _num_logprobs(asked: int | None) -> int:
-    """Return the number of log-probabilities per token for a value of `logprobs`.
+    """Return the number of log-probabilities per token for a value of `logprobs`; 0 for None.
 
-    `logprobs` counts the most probable tokens. The chosen token is reported in addition to them.
+    It is ``asked + 1``: the `asked` most probable tokens, and the chosen token.
     """
     return 0 if asked is None else asked + 1
 
@@ -260,7 +260,7 @@ async def _outputs(
 
 
 def _record(answer: Answer, index: int, output: RequestOutput) -> RequestOutput:
-    """Store an output in the record of the request log, and return it.
+    """Store an output in the record of the request log, and return the output.
 
     Raises:
       ApiError: a sample of the output has failed.
@@ -274,8 +274,9 @@ def _record(answer: Answer, index: int, output: RequestOutput) -> RequestOutput:
 
 async def _merge(streams: list[AsyncGenerator[T]]) -> AsyncGenerator[T]:
     """Yield the items of several streams as they arrive. The first error ends all streams."""
-    # The queue has room for a single item. While the client is slow, each stream waits and keeps
-    # only the newest output of its prompt, which includes all earlier tokens.
+    # The queue has room for a single item. If the client reads slowly, each of the merged streams
+    # waits in `put`. The engine then keeps only the newest output of the stream's prompt, which
+    # includes all earlier tokens.
     queue: asyncio.Queue[T | Exception | None] = asyncio.Queue(1)
 
     async def forward(stream: AsyncGenerator[T]) -> None:
@@ -344,8 +345,8 @@ def _unsupported(name: str, rule: str) -> ApiError:
 def _num_candidates(service: Service, width: int, num_end_ids: int) -> int:
     """Return the number of most probable tokens that a step of beam search requests per beam.
 
-    It is increased by the number of tokens that the model's biases suppress: these tokens may be
-    among the most probable tokens, and are dropped afterwards.
+    The number is larger if the model's biases suppress tokens: these tokens may be among the most
+    probable tokens, and are dropped afterwards.
     """
     return num_candidates(width, num_end_ids) + len(service.token_bias.all_ids)
 

@@ -176,7 +176,7 @@ class Connection(H11Protocol):
         self._watch_request()
 
     def on_response_complete(self) -> None:
-        """Start the timer if the client is still sending its request body, else stop it."""
+        """Start `_deadline` if the client has sent only part of a request, else stop it."""
         super().on_response_complete()
         self._watch_request()
 
@@ -304,12 +304,12 @@ class Connection(H11Protocol):
     # The methods below implement the timer for clients that do not read their response.
 
     def pause_writing(self) -> None:
-        """Start the timer. asyncio calls this when data cannot be sent to the client."""
+        """Start the timer `_unread`. asyncio calls this when it cannot send data to the client."""
         super().pause_writing()
         self._watch_reader()
 
     def resume_writing(self) -> None:
-        """Stop the timer. asyncio calls this when all data was sent."""
+        """Stop the timer `_unread`. asyncio calls this when all data has been sent."""
         super().resume_writing()
         self._unread = _cancelled(self._unread)
 
@@ -327,8 +327,8 @@ class Connection(H11Protocol):
 class _Framing(h11.Connection):
     """h11 connection that accepts absolute request targets, and encodes streams quickly.
 
-    The data of a stream's events is encoded without h11's state machine, because it does not change
-    the state. This takes 0.3 us per event instead of 20 us.
+    The data of a stream's events does not change the state of h11's state machine. So this class
+    encodes such data without it, which takes 0.3 us per event instead of 20 us.
     """
 
     _is_stream = False

@@ -76,7 +76,7 @@ class Limits:
                 )
 
     def for_context(self, num_tokens: int) -> "Limits":
-        """Return limits with a value for `max_body_bytes`, if that is None.
+        """Return these limits; if `max_body_bytes` is None, derive it from the context length.
 
         Args:
           num_tokens: length of the model's context in tokens.

@@ -61,7 +61,7 @@ _GAUGES: dict[str, tuple[str, Callable[[EngineSnapshot], float]]] = {
         lambda now: now.groups[0].num_used / now.groups[0].num_blocks,
     ),
 }
-# Maps the name of each counter to a field of `EngineStats`, which has its value, and a help text.
+# Maps the name of each counter to the field of `EngineStats` with its value, and to a help text.
 _COUNTERS = {
     "vllm:num_preemptions": ("num_preemptions", "Preemptions."),
     "vllm:prefix_cache_queries": (

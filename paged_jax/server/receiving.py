@@ -86,8 +86,8 @@ def _fields(content: bytes) -> dict[str, Any]:
 async def _read(service: Service, request: Request) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        # This check protects the server from web pages of other sites: a browser sends them with
-        # this Content-Type only if the server permits it (CORS).
+        # This check protects the server from web pages of other sites: a browser sends their
+        # requests with the type application/json only if the server permits it (CORS).
         raise ApiError(415, f"The Content-Type must be application/json, got {kind[:100]!r}.")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):

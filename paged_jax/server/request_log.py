@@ -45,7 +45,7 @@ _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 # Generator of request ids. They need not be secret, and `secrets` would need a system call per
 # request.
 _RANDOM = random.Random()
-# Maximum bytes of a body for which `size` ignores the number of bytes.
+# Maximum bytes of a small body, see `RequestRecord.size`.
 _SMALL_BODY = 2**12
 # HTTP methods that metrics distinguish. All other words that clients may send are counted together.
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")

@@ -187,7 +187,7 @@ class ToolNames:
         """Return the JSON fields ``name`` and, if there is one, ``namespace`` of a function.
 
         Args:
-          joined: name of the function in the chat.
+          joined: name of the function in the chat, as returned by `join`.
         """
         if joined not in self._parts:
             return {"name": joined}
@@ -220,9 +220,9 @@ class ToolNames:
 
 
 def _inner_tools(tool: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the functions of a namespace; [] for tools of other types.
+    """Return the functions that a tool of type ``namespace`` contains; [] for other tools.
 
-    The description of the namespace is put before the description of the first function.
+    The description of the first function is preceded by the description of the namespace.
     """
     listed = tool.get("tools") if tool.get("type") == "namespace" else None
     inner: list[Mapping[str, Any]] = [

@@ -28,7 +28,10 @@ Items = Annotated[list[T], Field(fail_fast=True)]
 
 
 def _whole(value: Any) -> Any:
-    """Convert a float such as 4.0 to an integer, because JSON has only one type of number."""
+    """Convert a whole float such as 4.0 to an integer. Return other values unchanged.
+
+    JSON has only one type of number, so clients may send integers as floats.
+    """
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -194,8 +197,8 @@ _SamplingNumbers = create_model("_SamplingNumbers", __base__=Body, **_FIELDS)
 def _add_neutral(schema: dict[str, Any]) -> None:
     ignored = {name: {"description": "Accepted and ignored."} for name in sorted(IGNORED)}
     neutral = {name: {"enum": [None, *values]} for name, values in NEUTRAL_VALUES.items()}
-    # Some ignored fields are declared by a few bodies, such as the reasoning effort by chats. For
-    # these bodies, use the declared field.
+    # A few bodies declare a field that is in `IGNORED`: bodies of chats declare `reasoning_effort`,
+    # for example. In their schemas, the declaration replaces the description "ignored".
     schema["properties"] = ignored | neutral | schema["properties"]
     schema["additionalProperties"] = {"type": "null"}
 

@@ -97,7 +97,8 @@ class StallDetector:
         self._is_excused = is_excused
         self._has_unfinished = snapshot.has_unfinished
         # Number of submitted requests that have no output yet. They are counted here because
-        # `_has_unfinished` is from the last step: if the engine hangs, it misses new requests.
+        # `_has_unfinished` is from the last step: if the engine hangs, it does not include requests
+        # that were submitted later.
         self._num_arriving = 0
         # The last time at which a step finished or the engine was idle.
         self._last_progress = snapshot.time

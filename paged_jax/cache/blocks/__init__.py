@@ -19,10 +19,10 @@ Every operation returns new state. It processes all slots together, with cumulat
 loops over slots. The result is the same as if the slots were processed one after another, in the
 order of their indices. Operations on all blocks of a slot process a fixed number of blocks at a
 time, so their cost is proportional to the number of blocks that slots hold. If an operation is
-impossible for any slot, it changes nothing and returns `ok=False`. The operation decides this
-*before* it updates the state, and masks the updates. If it selected between the old and the new
-state afterwards, both would be alive at the same time, so XLA could not update donated buffers in
-place.
+impossible for any slot, it returns `ok=False` and changes nothing, except that `reserve` frees
+blocks that left a window. The operation decides this *before* it updates the state, and masks the
+updates. If it selected between the old and the new state afterwards, both would be alive at the
+same time, so XLA could not update donated buffers in place.
 
 Tables with a sliding *window* hold only the blocks that the next token attends to, and the blocks
 that the last program appended; see `paged_jax.cache.blocks.tables`. Groups of layers with different

@@ -164,8 +164,8 @@ def publish(
     Args:
       tables: the state; may be donated.
       slots: i32[N], the slot of each block.
-      columns: i32[N], the column of each block in its slot. Its first token has position column *
-        C.
+      columns: i32[N], the column of each block in its slot. The first token of the block has
+        position ``column * C``.
       digests: u32[N, 8], see `attach`.
       token_ids: i32[N, C], the tokens in each block.
 
@@ -202,10 +202,11 @@ def publish_groups(
     one of them has freed it. Therefore no group uses more blocks than the first group, and the
     first group is the first to run out of free blocks.
 
-    A group with a window evicts the blocks of a prefix earlier than the first group. If a slot has
-    computed such a prefix again, its blocks replace the older copies in the first group. If the
-    older copies stayed, the new blocks of the other groups could not be published, and the prefix
-    could not be found until the first group had evicted its copies too.
+    A group with a window evicts the blocks of a prefix earlier than the first group. A slot that
+    computes this prefix again has new copies of its blocks in all groups. In the first group, they
+    replace the older copies that are still cached. Otherwise, the new copies of the first group
+    would not be cached, so the other groups could not publish theirs either. The prefix could then
+    not be found until the first group had evicted its older copies.
     """
     first, *others = groups
     digests, token_ids = _as_contents("publish", first, digests, token_ids)
@@ -249,11 +250,12 @@ def _publish_first(
 def _would_complete(
     others: list[BlockTables], slots: jax.Array, columns: jax.Array, digests: jax.Array
 ) -> jax.Array:
-    """Return whether publishing each block again makes it available in more groups, bool[N].
+    """Return whether replacing the cached copy of each block caches it in more groups, bool[N].
 
-    The result is True if another group has evicted the block and would now add it, and if no group
-    would lose it. A group loses its cached copy if the slot no longer holds the block in this
-    group.
+    The first group has a cached copy, which would be replaced by the block of the slot. Another
+    group gains the block if it has evicted its copy and the slot still holds the block. It loses
+    the block if it has a cached copy but the slot no longer holds the block. The result is True if
+    a group gains the block and no group loses it.
     """
     adds, loses = jnp.zeros(len(slots), bool), jnp.zeros(len(slots), bool)
     for tables in others:
@@ -273,10 +275,11 @@ def _publish_alike(
     digests: jax.Array,
     token_ids: jax.Array,
 ) -> BlockTables:
-    """Add blocks of another group to the prefix cache, as `publish` did in the first group.
+    """Publish in another group the blocks that are now cached in the first group.
 
-    `tables` are the tables of the other group. `before` and `after` are the tables of the first
-    group before and after `publish`. See `publish` for the other arguments.
+    These are the blocks of the same slots and columns. `tables` are the tables of the other group.
+    `before` and `after` are the tables of the first group before and after its blocks were
+    published. See `publish` for the other arguments.
     """
     leading, is_full = _full_blocks(after, slots, columns)
     is_cached = is_full & after.pool.is_cached[leading]
@@ -284,7 +287,7 @@ def _publish_alike(
     is_new = is_cached & ~before.pool.is_cached[leading]
     blocks, is_held = _full_blocks(tables, slots, columns)
     # A digest may be new in the first group but already cached in this group. Then the first group
-    # has evicted its older copy of the block, so the copy in this group is stale.
+    # has evicted or replaced its older copy of the block, so the copy in this group is stale.
     stale = block_pool.find(tables.pool, digests, is_new)
     stale = jnp.where(is_held & (stale == blocks), tables.num_blocks, stale)
     is_stale = put_or_drop(jnp.zeros(tables.num_blocks, bool), stale, True)

@@ -60,7 +60,8 @@ def reserve(
     Returns:
       `(tables, copies, ok)`. `ok`, bool[], is False if there are not enough free blocks for all
       slots together, if a slot would exceed its M * C tokens, or if an element of `num_tokens` is
-      negative or above `max_tokens`. Then the state is unchanged and `copies` are empty.
+      negative or above `max_tokens`. Then `copies` are empty, and the state is unchanged, except
+      that blocks that left a window are freed.
 
     Raises:
       ValueError: `num_tokens` is not i32[S] or `max_tokens` is not a positive integer.
@@ -118,7 +119,7 @@ class Reservation(NamedTuple):
         windows are already freed in them.
       end: i32[S], the lengths if the reservation is applied.
       first_columns: i32[S], the `first_columns` of the tables if the reservation is applied.
-      writes: whether each slot writes to its last block in place or to a copy.
+      writes: for each slot, whether it must copy its last block before it writes to it.
       columns: i32[S, W], the columns of the tables that may change, see `plan_columns`.
       is_taken: bool[S, W], whether each of these columns gets a new block.
       is_possible: bool[], whether all slots of the group have enough blocks.
@@ -220,8 +221,8 @@ def begin_restore(tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int
         first_columns=jnp.where(is_new, kept, first_columns),
         lengths=jnp.where(is_new, num_left, tables.lengths),
     )
-    # At most window + 2 * C tokens are appended. The window may begin and end inside a block, so
-    # fewer than C tokens before it and fewer than C tokens after it are appended too.
+    # At most window + 2 * C tokens are appended: the window of the first token in the last block,
+    # fewer than C tokens before this window (in its first block), and fewer than C tokens after it.
     most = min(max_tokens, window + 2 * tables.block_size)
     begun = begin_reserve(slid, num_tokens - num_left, max_tokens=most, function="restore")
     before = replace(begun.tables, lengths=tables.lengths, first_columns=first_columns)
@@ -239,7 +240,7 @@ class SharedWrites:
 
     Attributes:
       in_place: i32, the last block if the slot writes to this block itself; otherwise P.
-      block: i32, the last block if the slot writes to it and other slots share it; otherwise P.
+      block: i32, the last block if the slot gets tokens and other slots share it; otherwise P.
       is_copy: bool, whether the slot must write to a copy of `block`.
       is_last: bool, whether the slot is the last writer of `block`.
       refs_left: i32, the number of references to `block` after these writes.
@@ -323,13 +324,13 @@ class ReservePlan:
     """Blocks that `plan` chose for the next tokens of the slots, but did not allocate.
 
     Attributes:
-      num_tokens: i32[], the number of new tokens for which each slot has blocks. A slot with a
-        lower limit has blocks only for its limit.
+      num_tokens: i32[], the number of new tokens per slot. Each slot has blocks for this number,
+        or for its limit if that is lower.
       block_tables: i32[S, M], the block tables with the planned blocks filled in.
       copies: block copies that must be made before K and V are written.
       columns: i32[S, W], the columns of the tables that may change.
       blocks: i32[S, W], the planned blocks of these columns; P for unchanged columns.
-      writes: whether each slot writes to its last block in place or to a copy.
+      writes: for each slot, whether it must copy its last block before it writes to it.
     """
 
     num_tokens: jax.Array

@@ -185,7 +185,8 @@ def _drop_marks(tables: StateTables, mask: jax.Array) -> StateTables:
 def state_interval(block_size: int) -> int:
     """Return the number of tokens between two marks, a multiple of the block size and of 64.
 
-    Prompt chunks also end at multiples of this number.
+    A mark is a saved state, see the docstring of the module. Prompt chunks end at the same
+    positions: at multiples of this number.
     """
     return math.lcm(STATE_INTERVAL, block_size)
 
@@ -193,7 +194,7 @@ def state_interval(block_size: int) -> int:
 def plan_states(
     tables: StateTables, is_writer: jax.Array, lengths: jax.Array, most: jax.Array
 ) -> StateTables:
-    """Choose the entries that the next program reads and writes, and the slots that leave a mark.
+    """Choose the entries that the next program reads and writes, and the slots that get a mark.
 
     A mark is a saved earlier state of a slot, see the docstring of the module. The program appends
     one token at a time, and writes the states of slot s to entry ``entries[s]``. When the slot has
@@ -202,8 +203,8 @@ def plan_states(
     ``switch_lengths[s]`` tokens, and becomes the mark when the caller calls `commit_marks` after
     the program.
 
-    A mark is planned only if an entry is free for it. The pool has P - S more entries than slots;
-    half of these are reserved for snapshots.
+    A mark is planned only if an entry is free for it. The pool has P entries for S slots. Half of
+    the P - S additional entries are reserved for snapshots.
 
     Args:
       tables: the tables to change; may be donated.
@@ -241,9 +242,11 @@ def plan_marks(
 
 @without_index_checks
 def commit_marks(tables: StateTables, lengths: jax.Array) -> StateTables:
-    """Record the states that a program saved as marks, and allocate the spare entries it used.
+    """Record the marks that a program has saved as planned by `plan_states`.
 
-    `lengths` i32[S] is the number of tokens in each slot after the program.
+    Each slot that got more than `switch_lengths` tokens now uses its entry in `next_entries`, which
+    is allocated. Its old entry becomes its mark, and its previous mark is freed. `lengths` i32[S]
+    is the number of tokens in each slot after the program.
     """
     P = tables.num_entries
     has_switched = (tables.next_entries < P) & (lengths > tables.switch_lengths)

@@ -451,7 +451,7 @@ def truncate(tables: BlockTables, lengths: jax.Array, *, max_tokens: int) -> Blo
       tables: the state; may be donated.
       lengths: i32[S], the number of tokens to keep in each slot; slots that are already shorter
           stay unchanged. At most `max_tokens` tokens of a slot are removed. With a window, a slot
-          is shortened only as far as its next token needs no block that was freed already. The
+          keeps enough tokens that its next token attends to no block that was freed already. The
           tokens appended by the last `reserve` or `commit` can always be removed.
       max_tokens: upper bound on the tokens removed from a slot (static). The cost is a sort of
           S * ceil(max_tokens / C) entries.

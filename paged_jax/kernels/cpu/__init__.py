@@ -66,8 +66,8 @@ _INEXACT_CODES = ("nf4", "fp4")
 # kernels process two pairs of inputs at a time (`source/codes.h`).
 _PACKED_GROUP = 4
 
-# The numbers of these codes are integers or halves of integers, so the kernels can multiply them by
-# int8 inputs.
+# The numbers of these codes, or twice these numbers, are small integers. The kernels multiply these
+# integers by the int8 inputs.
 _INT8_CODES = ("int8", "int4", "uint4", "e2m1", "int5", "uint5")
 
 # When inputs are rounded to int8, at most this number of consecutive inputs share a scale
@@ -220,9 +220,9 @@ def _quantised_refusal(w: Weight) -> str | None:
 
 
 def _supports_interleaved(w: Weight) -> bool:
-    """Return whether the kernels support a quantised weight with interleaved rows.
+    """Return whether the kernels support a quantised weight if its rows are interleaved.
 
-    Groups must consist of whole units of the kernels (`source/units.h`).
+    Each group of inputs must consist of whole units of 16 or 32 inputs (`source/units.h`).
     """
     format, (*rows, num_inputs) = w.format, w.shape
     return (
@@ -252,12 +252,12 @@ def _plain_int8(x: jax.Array, w: Weight, *sizes: jax.Array) -> jax.Array:
 def _round_to_int8(x: jax.Array, w: Weight) -> tuple[jax.Array, Weight]:
     """Round the inputs of a matmul to int8 as the kernels do (`source/panels.h`).
 
-    Each segment of a group of inputs has a scale, so that its largest magnitude becomes 127.
-    Derivatives ignore the rounding.
+    Each segment of a group of inputs has a scale. It is chosen so that the largest magnitude in the
+    segment becomes 127. Derivatives ignore the rounding.
 
     Returns:
-      The rounded inputs in float32, in the order of the columns of the weight; and the weight
-      without its order.
+      The rounded inputs in float32, reordered by ``w.order``; and the weight to multiply them by,
+      without an order.
     """
     x = (x if w.order is None else x[..., w.order]).astype(jnp.float32)
     size = w.format.group_size or x.shape[-1]
@@ -285,8 +285,8 @@ def _copies_weights(dtype: DTypeLike, *, has_experts: bool) -> bool:
 def _sum_rows(x: jax.Array) -> jax.Array:
     """Sum float32 ``[..., N]`` over the last dimension, as a matmul with ones.
 
-    The order of summation does not depend on the other dimensions. One thread sums all rows. The op
-    is differentiable.
+    The order of summation does not depend on the other dimensions. The matmul has a single output,
+    so a single thread computes it for all rows. The op is differentiable.
     """
     ones = jnp.ones((1, x.shape[-1]), jnp.float32)
     matmul = _Matmul(Kernel("linear", ones.dtype), _plain_sum_rows)
@@ -317,8 +317,8 @@ class _Matmul(NamedTuple):
 def _multiply(matmul: _Matmul, x: jax.Array, w: Weight, operands: Arrays) -> jax.Array:
     """Multiply ``[..., in]`` by a weight with the kernel ``matmul.kernel``; return float32.
 
-    `operands` are the operands of the kernel after `x`. JAX differentiates ``matmul.plain``, which
-    multiplies by `w`.
+    The operands of the kernel are `x` and `operands`. The function ``matmul.plain`` of `x` and `w`
+    replaces the kernel if it is unavailable, and JAX differentiates this function.
     """
     rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
     return _multiply_rows(matmul, rows, w, operands).reshape(*x.shape[:-1], w.values.shape[0])
@@ -469,8 +469,8 @@ class Cpu:
 class CpuInt8:
     """The backend ``"cpu_int8"``, whose matmuls round inputs to int8.
 
-    Inputs are rounded only if the weights have one of the formats in `_INT8_CODES`. Other ops are
-    the same as in ``"cpu"``. This backend has no attention; another backend runs it.
+    Inputs are rounded only if the code of the weights is in `_INT8_CODES`. Ops other than matmuls
+    are the same as in ``"cpu"``, except for attention, which this backend does not implement.
     """
 
     platform: ClassVar[str | None] = "cpu"
@@ -484,10 +484,10 @@ class CpuInt8:
     advance_rows = staticmethod(_advance_rows)
 
     def unavailable_for(self, codes: Collection[str]) -> str | None:
-        """Compile the int8 kernels for weights with these codes; return why none can be used.
+        """Compile the int8 kernels for weights with these codes; return why they cannot be used.
 
-        The result is a phrase, such as "on a processor without AVX512-VNNI", or None if matmuls of
-        some of these codes use the kernels.
+        The result is a phrase, such as "on a processor without AVX512-VNNI". It is None if at least
+        one of the codes has an int8 kernel, and all of these kernels can be used.
         """
         if "avx512_vnni" not in library.processor():
             return "on a processor without AVX512-VNNI"

@@ -97,7 +97,7 @@ def _test_linear(target: str, kernel: Kernel) -> Results:
 
 
 def _test_quantised_linear(target: str, kernel: Kernel) -> Results:
-    """Test rows in order and interleaved rows, with float scales and with scales of two levels."""
+    """Test weights with and without interleaved rows, with float scales and two-level scales."""
     K, groups = (96, 3) if kernel.code in _PACKED else (77, 7)
     tests = [
         _test_quantised_groups(target, kernel, (37, K, groups), is_interleaved=False),
@@ -114,7 +114,7 @@ def _test_quantised_groups(
 ) -> Results:
     """Test weights with `sizes`: numbers of outputs, inputs, and groups of inputs.
 
-    If the inputs form sections, scales have two levels.
+    The scales have two levels if there are at least `SECTION_INPUTS` inputs.
     """
     rng = np.random.default_rng(0)
     N, K, groups = sizes
@@ -218,7 +218,7 @@ def _test_set_rows(target: str, kernel: Kernel) -> Results:
 
 
 def _test_zeros(target: str, kernel: Kernel) -> Results:
-    """Fill an array of several pages, which contains ones."""
+    """Fill an array with zeros. The array initially contains 1, and has several memory pages."""
     ones = np.ones((5, 7919), kernel.dtype)
     shape = jax.ShapeDtypeStruct(ones.shape, ones.dtype)
     call = jax.ffi.ffi_call(target, shape, input_output_aliases={0: 0})

@@ -402,8 +402,8 @@ def call(
       kernel: the kernel to call.
       operands: arguments of the kernel.
       plain: the equivalent function in plain JAX.
-      args: arguments of `plain`, trees of arrays. A program that calls the kernel does not compute
-        them.
+      args: arguments of `plain`, trees of arrays. If a program calls the kernel, XLA removes the
+        computation of arrays that only `plain` would read.
       attributes: static parameters of the kernel.
       options: last argument of `plain`; None if it has no such argument.
       is_in_place: whether the kernel updates its first operand in place, and returns it.

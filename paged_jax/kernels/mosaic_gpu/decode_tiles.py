@@ -386,16 +386,17 @@ class TileCopies(NamedTuple):
                 )
 
     def _tokens(self, step: jax.Array) -> list[jax.Array]:
-        """Return the position of the first token of each bulk copy of a loop step."""
+        """Return, for each bulk copy of loop step `step`, the position of its first token."""
         rows = self.sizes.copy_rows
         first = self.part.first + step * self.sizes.step_tokens
         return [first + turn * rows for turn in range(self.sizes.step_tokens // rows)]
 
 
 def load_queries(copies: TileCopies) -> list[list[jax.Array]]:
-    """Load the queries from shared memory, transposed to ``[size, 8]``.
+    """Load the queries from shared memory, and transpose them.
 
-    Returns one list for each group of 8 query heads, with an array for each piece of a key.
+    Returns one list for each group of 8 query heads. The list has an array ``[size, 8]`` for each
+    piece of a query. Queries and keys have the same pieces.
     """
     shared = copies.shared
     return [

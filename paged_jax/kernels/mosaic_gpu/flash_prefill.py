@@ -38,8 +38,8 @@ weights by the scales of the values. Weights and converted values are then bfloa
 times scales may exceed the range of float16.
 
 A loop step is masked only if a row of the tile does not see all tokens of the step. This happens at
-the diagonal, and at the lower edge of a sliding window. Unused tokens of a block may be NaN, and 0
-* NaN is NaN, so warpgroup 2 sets their values to 0.
+the diagonal, and at the lower edge of a sliding window. Warpgroup 2 sets the values of unused
+tokens of a block to 0, because they may be NaN, and a weight of 0 times NaN is NaN.
 
 The list of all tiles of a batch is computed once per model step, for padded chunks as well as for
 ragged batches. The last tiles of a sequence take longest and start first. In the arrays of queries
@@ -345,7 +345,7 @@ def _load_tile(inputs: AttentionInputs) -> QueryTile:
 
     Each warpgroup calls this function. Fields that are loaded once for all warpgroups would take
     registers in each of them, and these registers would spill. The warpgroup that converts 8-bit
-    elements has no registers to keep the fields during its loop, so it loads them again after it.
+    elements cannot keep the fields in registers during its loop, so it reloads them after the loop.
     """
     return QueryTile(*(_load_field(inputs, i) for i in range(len(QueryTile._fields))))
 
@@ -375,9 +375,9 @@ def _compute(
         slot = lax.rem(step, jnp.int32(sizes.num_stages))
         plgpu.barrier_wait(shared.k_full.at[slot])
         keys = shared.k.at[slot].transpose((1, 0))
-        # If there is a single group, its index is 0, which is the minimum of `step` and 0. With a
-        # constant index, the compiler would keep the addresses of all parts of wide queries in
-        # registers, and these registers would spill.
+        # If there is a single group, its index is 0. Compute it as the minimum of `step` and 0, so
+        # that the compiler does not know it. Otherwise, the compiler would keep the addresses of
+        # all parts of wide queries in registers, and these registers would spill.
         rows = jnp.minimum(step, 0) if sizes.num_groups == 1 else group
         scores = instructions.warpgroup_mma(shared.q.at[rows], keys)
         if shared.k_scale is not None:

@@ -131,12 +131,12 @@ def launch(
 
 
 class GpuInstructions(NamedTuple):
-    """GPU instructions that JAX's simulator lacks. Each method also has a form for the simulator.
+    """GPU instructions that JAX's simulator cannot run, or cannot check for races.
 
-    The simulator has `wgmma`, but does not detect when a copy overwrites operands that `wgmma`
-    still reads from shared memory. In the simulator, the methods therefore load the operands, and
-    multiply the loaded arrays. Unlike `wgmma`, these loads need a fence before a bulk copy to the
-    same memory.
+    Each method also has a form for the simulator. The simulator has `wgmma`, but does not detect
+    when a copy overwrites operands that `wgmma` still reads from shared memory. In the simulator,
+    the methods therefore load the operands, and multiply the loaded arrays. Unlike `wgmma`, these
+    loads need a fence before a bulk copy to the same memory.
 
     Attributes:
       is_simulated: whether the kernel runs in the simulator.
@@ -180,8 +180,9 @@ class GpuInstructions(NamedTuple):
     def store(self, tile_ref: Any, target_ref: Any) -> None:
         """Copy a tile from shared memory to GPU memory, and wait until it is stored.
 
-        In the simulator, the tile is stored from registers. The simulator does not know that
-        `count` orders the bulk copies of one thread block before the loads of another.
+        In the simulator, the tile is stored from registers. For a bulk copy, the simulator would
+        report a race, because it does not know that `count` orders the bulk copies of one thread
+        block before the loads of another.
         """
         if self.is_simulated:
             target_ref[...] = tile_ref[...]

@@ -157,8 +157,8 @@ class PrefillSizes(NamedTuple):
             while row < end:
                 stop = min(end, (row // ROWS + 1) * ROWS)
                 if self.value_dim < self.head_dim:
-                    # The output takes the place of the queries, and has shorter rows. A bulk copy
-                    # can only move a part of swizzled rows if it moves `TILE_ROWS` rows.
+                    # The output is stored in the first lanes of the rows of the queries. A bulk
+                    # copy of only some lanes of swizzled rows must have `TILE_ROWS` rows.
                     stop = row + TILE_ROWS
                 boxes.append((head, row - head * n, row // ROWS, row % ROWS, stop - row))
                 row = stop
@@ -256,9 +256,9 @@ class PrefillTiles(NamedTuple):
       v_scale: f32 ``[scaled, T]``, ring buffer of the scales of the values, or None.
       lse: f32 ``[groups, 64]``, log-sum-exp of each row.
       is_loaded: barrier, completed when the queries have been copied.
-      k_full: barriers of the tiles of keys, completed when a tile has been copied.
-      v_full: barriers of the tiles of values, completed when a tile has been copied; None if the
-        keys contain the values.
+      k_full: barriers of the tiles of keys, completed when a tile can be read.
+      v_full: barriers of the tiles of values, completed when a tile can be read; None if the keys
+        contain the values.
       k_free: barriers of the tiles of keys, completed when both computing warpgroups have read a
         tile.
       v_free: barriers of the tiles of values, completed when both computing warpgroups have read a
@@ -337,7 +337,7 @@ class PrefillTiles(NamedTuple):
 
     @property
     def values(self) -> tuple[Any, Any, Any]:
-        """Ring buffer that contains the values, its `full` barriers and its `free` barriers."""
+        """The ring buffer that contains the values; its `full` barriers; its `free` barriers."""
         if self.v is None:
             return self.k, self.k_full, self.k_free
         return self.v, self.v_full, self.v_free
@@ -419,7 +419,7 @@ class PrefillCopies(NamedTuple):
         plgpu.wait_smem_to_gmem(0)
 
     def _rows(self, token: int, num_rows: int) -> Any:
-        """Return the rows of some tokens of the tile in the arrays of queries and outputs.
+        """Return a range of rows of the arrays of queries and outputs, which have a row per token.
 
         The range starts at the row of token `token` of the tile, and has `num_rows` rows.
         """
@@ -427,7 +427,7 @@ class PrefillCopies(NamedTuple):
         return pl.ds(pl.multiple_of(start, TILE_ROWS), num_rows)
 
     def tokens(self, step: jax.Array) -> list[jax.Array]:
-        """Return the position of the first token of each bulk copy of a loop step."""
+        """Return, for each bulk copy of loop step `step`, the position of its first token."""
         rows, first = self.sizes.copy_rows, self.tile.origin + step * self.sizes.step_tokens
         return [first + turn * rows for turn in range(self.sizes.num_copies)]
 

@@ -100,7 +100,8 @@ class _RopeTiles(NamedTuple):
       keys: pair of ``[rows, D / 2]``, the keys as they were copied.
       values: pair of ``[rows, D / 2]``, the values as they were copied.
       cast: pair of keys and values in the dtype of the pools, ``[rows, size]`` for each piece.
-      scales: pair of the scales of keys and of values, f32 ``[rows]``; or of None.
+      scales: pair of the scales of keys and of values, f32 ``[rows]``; a pair of None if the pools
+        have no scales.
       is_loaded: barrier, completed when `queries`, `keys` and `values` have been copied.
     """
 

@@ -26,9 +26,9 @@ MAX_SCALARS = (1 << 18) - (1 << 13)
 # default is 16 MiB.
 VMEM_BYTES = 48 << 20
 
-# Bytes of a tile of keys, and also of a tile of values. A tile is copied while another tile is
-# computed. A TPU v6e reads such a tile in about half a microsecond (1.6 TB/s), and the latency of a
-# copy is about one microsecond.
+# Bytes of a tile of keys. A tile of values has the same size. A tile is copied while another tile
+# is computed. A TPU v6e reads such a tile in about half a microsecond (1.6 TB/s), and the latency
+# of a copy is about one microsecond.
 _TILE_BYTES = 1 << 20
 # Maximum number of tokens in a tile of keys. Longer tiles waste more work on short contexts.
 _MAX_KEYS = 512

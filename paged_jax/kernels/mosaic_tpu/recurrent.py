@@ -21,8 +21,8 @@ one of them also writes the entry, it is the last of them, so all of them read t
 vector along lanes is turned into a vector along sublanes, and back, by a masked sum, which is
 exact.
 
-Convolutions are left to XLA. The state of a sequence is a row of a few kilobytes, but TPUs copy
-tiles of 8 or 16 rows.
+XLA computes convolutions. The state of a convolution is a single row of a few kilobytes in the
+pool, but a copy in a TPU kernel moves whole tiles of 8 or 16 rows.
 """
 
 import functools

@@ -333,8 +333,8 @@ def _fold_part(
     """Compute the softmax of queries over the tokens of a part.
 
     `q` has not been multiplied by ``options.scale``. A tile of values has `num_arrays` arrays, with
-    as many lanes as the first arrays of `q`. `is_rest`, bool ``[R]`` or None, is True for the
-    second copy of each row, see `_choose_rows`.
+    the same numbers of lanes as the first `num_arrays` arrays of `q`. `is_rest`, bool ``[R]`` or
+    None, is True for the second copy of each row, see `_choose_rows`.
     """
     dtype = tiles.operand_dtype(q[0].dtype, kv.pool_dtype)
     q, unit = tiles.fit_queries(q, dtype)

@@ -87,8 +87,8 @@ class TileFormat(NamedTuple):
     def is_prefetched(self) -> bool:
         """Whether the kernel loads the scales one loop step ahead.
 
-        If it does not, Triton loads them asynchronously. Asynchronous loads require that a thread
-        reads at least four consecutive bytes, and that the rows of scales are aligned.
+        It does so if Triton cannot load them asynchronously: because a loop step needs fewer than
+        four consecutive bytes of a row of scales, or because the rows are not aligned.
         """
         itemsize = jnp.dtype(self.weight.scale_dtype).itemsize
         row_bytes = self.num_inputs // (self.weight.group_size or self.num_inputs) * itemsize
@@ -145,8 +145,8 @@ class WeightTile(NamedTuple):
     def load_values(self, step: jax.Array) -> tuple[jax.Array, ...]:
         """Load the values of a loop step, ``[N, columns]``.
 
-        For codes with tables, return one array per table instead: the entries of the table for the
-        low and the high half of each byte.
+        For codes with tables, compiled kernels instead return an int16 array per table. Each int16
+        contains two entries of the table: for the low half of a byte, and for the high half.
         """
         format = self.format
         columns = step * format.columns + jnp.arange(format.columns, dtype=jnp.int32)
@@ -225,7 +225,7 @@ class WeightTile(NamedTuple):
 
 
 def as_bytes(values: jax.Array) -> jax.Array:
-    """Bitcast 8-bit or packed values to int8 or uint8, which the kernel reads.
+    """Bitcast float8 or packed values to uint8, which the kernel reads; return int8 unchanged.
 
     XLA makes no copy for this.
     """
@@ -290,8 +290,9 @@ class _Half(NamedTuple):
 _DTYPE_OF = {"bf16x2": jnp.bfloat16, "f16x2": jnp.float16}
 _HALVES = {"bfloat16": _Half("bf16x2", 128), "float16": _Half("f16x2", 1024)}
 
-# Offset of each code. It is added to the integers of the code (for e2m1, twice its numbers),
-# because only integers that are not negative can be written to the low byte of `_Half.base`.
+# Offset of each code. The low byte of `_Half.base` cannot hold negative integers, so it gets the
+# integer plus the offset. Then the base and the offset are subtracted. The 4 bits of int4 include
+# the offset. uint4 uses the PTX of int4, see `_compiled`. For e2m1, integers are twice the numbers.
 _OFFSETS = {"int4": 8, "uint4": 8, "e2m1": 64}
 
 
@@ -304,8 +305,12 @@ def _look_up(numbers: list[int]) -> str:
     """Return PTX that looks up each half of four bytes in a table of 16 bytes.
 
     There are two results of four bytes. The first result has the entries for the low half of byte
-    0, its high half, the low half of byte 1, and its high half. `prmt` chooses a byte by three
-    bits. If the fourth bit is set, it repeats the highest bit of that byte instead.
+    0, its high half, the low half of byte 1, and its high half. The second result has the entries
+    for bytes 2 and 3.
+
+    A `prmt` instruction looks up four halves in 8 bytes of the table. The lower three bits of a
+    half choose the byte. If the fourth bit is set, the result is the highest bit of this byte,
+    repeated eight times, instead of the byte.
     """
     a, b, c, d = _registers(numbers)
     parts = ["{ .reg .b32 t, u, m;"]

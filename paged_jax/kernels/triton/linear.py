@@ -162,7 +162,7 @@ def choose_tiling(num_rows: int, w: Weight) -> MatmulTiling:
 
 
 def _quantised_tiling(num_rows: int, num_inputs: int, format: WeightFormat) -> MatmulTiling:
-    """Choose the tiles for a quantised weight. The rules are not measured.
+    """Choose the tiles for a quantised weight, by rules that were not tuned by measurements.
 
     The rules are based on code compiled for compute capability 9.0: registers, shared memory, and
     instructions per byte of the weight. With two warps, Triton uses matmul instructions for single
@@ -184,9 +184,9 @@ def _quantised_tiling(num_rows: int, num_inputs: int, format: WeightFormat) -> M
 def choose_grouped_tiling(num_rows: int, w: Weight) -> MatmulTiling:
     """Choose the launch parameters of `grouped_linear` for weights ``[X, out, in]``.
 
-    `num_rows` is the number of rows of all groups. The rules are not measured. With few rows per
-    group, the kernel is memory-bound. It then needs small tiles, so that all SMs have work, and
-    many loads in flight. With many rows per group, it is compute-bound.
+    `num_rows` is the number of rows of all groups. The rules were not tuned by measurements. With
+    few rows per group, the kernel is memory-bound. It then needs small tiles, so that all SMs have
+    work, and many loads in flight. With many rows per group, it is compute-bound.
     """
     num_groups, num_outputs, num_inputs = w.shape
     if w.scales is not None:

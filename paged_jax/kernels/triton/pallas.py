@@ -42,7 +42,7 @@ def refusal() -> str | None:
 
 
 def gpu_refusal() -> str | None:
-    """Return why no kernel can be compiled for `gpu_device.device`, or None if kernels can."""
+    """Return why kernels cannot be compiled for `gpu_device.device`, or None if they can."""
     gpu = gpu_device.device()
     if gpu.compute_capability < _LEAST_CAPABILITY:
         needed, found = (".".join(map(str, x)) for x in (_LEAST_CAPABILITY, gpu.compute_capability))
@@ -63,8 +63,8 @@ def pallas_call(
     if mesh is None:
         return partial(only_on, "cuda", pl.pallas_call(kernel, out_shape, **options))
     # Create the types of the results under the caller's mesh, before `mesh` is set. Otherwise, they
-    # would contain `mesh` and differ from the types of other arrays, so JAX would trace every
-    # function that takes a result again.
+    # would contain `mesh` and differ from the types of other arrays, so JAX would retrace every
+    # function that is called with a result.
     out_types = jax.tree.map(lambda out: ShapedArray(out.shape, out.dtype), out_shape)
     call = pl.pallas_call(kernel, out_types, **options)
 

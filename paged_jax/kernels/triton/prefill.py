@@ -278,8 +278,8 @@ def _attend_kernel(
             instructions,
         )
         (out,), lse = tiles.finish(softmax, options)
-        # Padding rows have computed results too. Replace their outputs by 0 and their log-sum-exps
-        # by -inf.
+        # The results of padding rows are meaningless. Replace their outputs by 0, and their
+        # log-sum-exps by -inf.
         write(jnp.where(is_query[:, None], out, 0.0), jnp.where(is_query, lse, -jnp.inf))
 
 
@@ -294,7 +294,7 @@ def _fold_keys(
     step_tokens: int,
     instructions: Instructions,
 ) -> tiles.OnlineSoftmax:
-    """Add the tokens that a tile of R rows sees to its softmax.
+    """Add the tokens that the R rows of a query tile see to the softmax of the tile.
 
     `q` has an array ``[R, lanes]`` for each part of a key, and has not been multiplied by
     ``options.scale``. `positions`, i32 ``[R]``, has the position of each row's query in its
@@ -343,7 +343,7 @@ def _fold_keys(
 def _separate_masked_steps(
     first: jax.Array, last: jax.Array, step_tokens: int, window: int | None
 ) -> list[_StepRange]:
-    """Return ranges of loop steps over the keys: each range is with or without masks.
+    """Divide the loop steps over the keys into ranges with masks and ranges without masks.
 
     A step needs no mask if all queries of the tile see all tokens of the step. `first` and `last`
     are the positions of the first and the last query of the tile.

@@ -374,8 +374,9 @@ def start_softmax(
 # 2**25, rounding errors can increase a weight by another factor of up to 4. All operands therefore
 # stay below 65504, the largest float16 number.
 # `weigh_exactly` splits a weight into two float16 numbers. The error of their sum is at most 2**-23
-# of the weight or 2**-37 of the largest weight, whichever is larger. (Both are multiplied by the
-# largest scale so far.) The sum of 131,072 errors of 2**-37 is 2**-20.
+# of the weight or 2**-37 of the largest weight, whichever is larger. If values have scales, the
+# first weight here includes the scale of its value, and the largest weight is multiplied by the
+# largest scale so far. The sum of 131,072 errors of 2**-37 is 2**-20.
 _LIFT = 12.0
 
 

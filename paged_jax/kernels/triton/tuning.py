@@ -10,9 +10,9 @@ The environment variable PAGED_JAX_TUNING may name another file to read instead.
 
 A call uses the table entry with its shape. If there is none, it uses the nearest entry with the
 same GPU, head dimension and dtypes. Without such an entry, rules choose the parameters. The rules
-are not measured. They choose sizes that fit the shared memory and the registers of a Hopper GPU,
-for the dtypes and shapes of common models. Kernels for float32 queries of 256 lanes over pools of a
-narrower dtype spill registers and are slower.
+were not tuned by measurements. They choose sizes that fit the shared memory and the registers of a
+Hopper GPU, for the dtypes and shapes of common models. Kernels for float32 queries of 256 lanes
+over pools of a narrower dtype spill registers and are slower.
 """
 
 import functools

@@ -316,8 +316,8 @@ def _normed(
 ) -> tuple[jax.Array, jax.Array]:
     """Apply `paged_jax.kernels.norm_rope.rms_norm` to heads that are split into two halves."""
     total = jnp.sum(first * first, axis=1) + jnp.sum(second * second, axis=1)
-    # Multiply by 1 / D instead of dividing by D, as XLA does, because Triton's division is
-    # approximate.
+    # Multiply by 1 / D, because Triton's division is approximate. XLA also compiles the division by
+    # a constant to a multiplication.
     factor = lax.rsqrt(total * np.float32(1 / (2 * half)) + eps)[:, None]
     w_first, w_second = (
         plgpu.load(norm_ref.at[start + lane], mask=lane < half, other=0.0).astype(jnp.float32)

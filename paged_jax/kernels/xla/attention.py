@@ -40,9 +40,9 @@ QUERIES = 128
 # latent attention, where the query of each head is as long as a latent vector.
 _TILE_ELEMENTS = 1 << 21
 
-# Bytes of keys, and also of values, that a step of the decode loop gathers. Keys of this size fit
-# the cache of a CPU core, and processing them takes much longer than the fixed cost of a step
-# (measured on 2 cores with 1 MB of cache each).
+# Bytes of keys that a step of the decode loop gathers. The step also gathers the values of the same
+# tokens. Keys of this size fit the cache of a CPU core, and processing them takes much longer than
+# the fixed cost of a step (measured on 2 cores with 1 MB of cache each).
 _STEP_BYTES = 768 * 1024
 
 # Maximum number of sequences in a step of the decode loop.
@@ -136,8 +136,8 @@ def _sort_by_length(
     The sequences that still have tiles in a loop step are then always the first rows.
 
     Returns:
-      ``(batch, order)``: the sorted batch; and, i32, the index of the sequence of each of its rows.
-      Padding rows have the index B.
+      ``(batch, order)``: the sorted batch; and for each of its rows, the index of the sequence in
+      `args`, i32. Rows that were added as padding have the index B.
     """
     B, H, D = args.q.shape
     K = args.pools.num_kv_heads
@@ -312,7 +312,7 @@ def _ceil_div(a, b):
 def _gather(
     pools: Pools | Pages, layer: int | jax.Array, blocks: jax.Array, sizes: tuple[int, int]
 ) -> tuple[jax.Array, jax.Array]:
-    """Copy blocks out of the pools, as float32 keys and values ``[..., K, M * C, D]``.
+    """Copy blocks out of the pools, as float32 keys and values ``[..., K, M * C, size]``.
 
     `blocks` is i32 ``[..., M]``. `sizes` are the last dimensions of keys and of values, D and U.
     Block ids out of range are clipped. The caller masks their tokens.
@@ -409,7 +409,7 @@ def _fold(
       k: f32 ``[..., K, N, D]``, keys.
       v: f32 ``[..., K, N, U]``, values.
       seen: bool ``[..., 1, R, N]`` or ``[..., 1, 1, N]``, whether each query sees each token.
-      valid: bool ``[..., 1, N]``, whether any query sees the token. Other values may be NaN.
+      valid: bool ``[..., 1, N]``, whether any query sees the token. If not, its value may be NaN.
       soft_cap: see `Options`.
     """
     scores = jnp.einsum("...rd,...nd->...rn", q, k, precision="highest")

@@ -48,7 +48,7 @@ class TensorSource:
     layer: int | None = None
 
     def take(self, arrays: Mapping[str, jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        """Return the Hugging Face tensor, which has the given shape, from all arrays by name."""
+        """Take the Hugging Face tensor from `arrays` (by name), and reshape it to `shape`."""
         array = arrays[self.name]
         array = array if self.axes is None else array.transpose(self.axes)
         return (array if self.layer is None else array[self.layer]).reshape(shape)
@@ -120,7 +120,7 @@ def assemble(
     arrays: Mapping[str, jax.Array],
     sources: Mapping[str, TensorSource],
 ) -> jax.Array:
-    """Assemble a parameter from the Hugging Face tensors that it consists of, in `jit`."""
+    """Assemble a parameter from the Hugging Face tensors that it consists of; traced by `jit`."""
     return _join(
         [
             (mapping, mapping.to_box(sources[mapping.tensor].take(arrays, mapping.shape)))

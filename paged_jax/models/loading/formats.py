@@ -96,8 +96,8 @@ def can_keep_compact(config: LlamaConfig, sharding: Sharding) -> bool:
 def keeps_compact(platform: str, num_devices: int) -> bool:
     """Return whether loading keeps compact formats, see `WeightFormat.widened`.
 
-    If not, loading widens them, which changes no element. Only the C++ kernels for CPUs read
-    compact formats, and only in programs for one device.
+    Otherwise, loading converts them to wider formats, which changes no weight. Only the C++ kernels
+    for CPUs read compact formats, and only in programs for one device.
     """
     return num_devices == 1 and reads_stacked_weights(platform)
 

@@ -289,12 +289,13 @@ def _packed_fives(low: np.ndarray, fifth: np.ndarray) -> np.ndarray:
       fifth: the fifth bits of each block, uint8 ``[..., 4]``. Bit i belongs to value i.
     """
     bits = np.ascontiguousarray(fifth).view("<u4")
-    # Bit 16 half + 4 word + byte becomes bit 4 half + word of a byte. First transpose the 4 x 4
-    # bits of each half: within blocks of 2 x 2 bits, and then the blocks.
+    # Write the index i of a value as 16 half + 4 word + byte. Its fifth bit, bit i of `bits`, must
+    # become bit 4 half + word of the result's byte number `byte`. So first transpose the 4 x 4 bits
+    # (word, byte) of each half: within blocks of 2 x 2 bits, and then the blocks.
     for shift, mask in ((3, 0x0A0A0A0A), (6, 0x00CC00CC)):
         swapped = (bits ^ bits >> shift) & mask
         bits = bits ^ swapped ^ swapped << shift
-    # Each half now has a nibble for each byte.
+    # Each half now consists of 4 nibbles, one for each byte of the result. Spread them to 4 bytes.
     spread = [half & 0xFF | (half & 0xFF00) << 8 for half in (bits & 0xFFFF, bits >> 16)]
     lower, upper = ((x | x << 4) & 0x0F0F0F0F for x in spread)
     return np.concatenate([low, (lower | upper << 4).astype("<u4").view(np.uint8)], axis=-1)
@@ -328,11 +329,15 @@ def _read_k_scales(blocks: np.ndarray) -> _Arrays:
 
 
 def _two_levels(numbers: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    """Join the scales of each block with its factor, to int8 ``[..., groups + 4]``.
+    """Append the 4 bytes of a block's float32 factor to the numbers of its groups.
 
     Args:
       numbers: a number for each group, from -128 to 127, ``[..., groups]``.
-      factors: the factor of each block, ``[..., 1]``.
+      factors: the factor of each block, ``[..., 1]``. The scale (or minimum) of a group is its
+        number times the factor.
+
+    Returns:
+      int8 ``[..., groups + 4]``.
     """
     return join_levels(numbers.astype(np.int8, copy=False), factors.astype(np.float32))
 
@@ -378,18 +383,19 @@ def _read_q3_k(blocks: np.ndarray) -> _Arrays:
     lead = blocks.shape[:-1]
     low = _quarters(blocks[..., 32:96].reshape(*lead, 2, 32)).reshape(*lead, 8, 32)
     high = blocks[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    # Bytes 96 to 103 have the low 4 bits of the scales of groups 0 to 7 and 8 to 15; bytes 104 to
-    # 107 have two high bits of the scales of groups 0 to 3, 4 to 7, and so on.
+    # Bytes 96 to 103 contain the low 4 bits of the scales: of groups 0 to 7 in the low nibbles, of
+    # groups 8 to 15 in the high nibbles. Bytes 104 to 107 contain the two high bits: of groups 0 to
+    # 3 in bits 0 and 1 of each byte, of groups 4 to 7 in bits 2 and 3, and so on.
     scales, rest = (x.reshape(*lead, 16) for x in (
         _nibbles(blocks[..., 96:104]), _quarters(blocks[..., 104:108])
     ))  # fmt: skip
-    # int4 stores the number -4 + u as 4 + u.
+    # int4 stores n as n + 8, so the number u - 4 is stored as u + 4.
     values = pack(low + (high << 2) + np.uint8(4))
     return values, _two_levels(_signed(scales, rest), _half(blocks, 108))
 
 
 def _signed(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Return scales of 6 bits, int8 from -32 to 31."""
+    """Join the low 4 and the high 2 bits of scales, and subtract 32: int8 from -32 to 31."""
     return (low | high << 4).view(np.int8) - np.int8(32)
 
 

@@ -125,8 +125,8 @@ def load_checkpoint(
         formats = find_saved_formats(path, config, allow_compact=allow_compact, **options)
     spec = ModelSpec(model_class, config, floats, scan_layers, sharding, formats)
     # If the format of a matrix changes, it is first restored in the saved format, and then
-    # converted. Matrices can only be stacked if they have the same format in all layers. If this
-    # changes for a matrix, keep the layers separate until the conversion is done.
+    # converted. Matrices can only be stacked if they have the same format in all layers. If the
+    # conversion changes which matrices can be stacked, keep the layers separate until it is done.
     kept = own.with_floats(floats)
     stacks = scan_layers and kept.differing == formats.differing
     changed = dataclasses.replace(spec, scan_layers=stacks)
@@ -211,9 +211,10 @@ def _targets(spec: ModelSpec) -> Targets:
 
 
 def _whole(target: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return the target, but on all devices as a whole if its sharding does not divide its shape.
+    """Return the target, replicated on all devices if its sharding does not divide its shape.
 
-    An example are scales of two levels, of which only the converted form has to be divisible.
+    For example, scales of two levels may not be divisible. They are converted to another format
+    after they are restored, and only the result is divided over the devices.
     """
     sharding = target.sharding
     try:

@@ -155,8 +155,9 @@ def read_formats(
     the other arguments, see `Llama.from_pretrained`.
 
     Returns:
-      The formats; None if the folder has no weights, and ``config.json`` describes no
-      quantisation. Then the formats depend only on `dtype`.
+      The formats; None if the folder has no weights, and no quantisation config applies (there is
+      none, or `dtype` or `dequantise` overrides it). In this case, the formats depend only on
+      `dtype`.
     """
     allow_compact = keeps_compact(platform or _device(config, None).platform, num_devices)
     options: Any = {"dtype": dtype, "dequantise": dequantise, "allow_compact": allow_compact}
@@ -239,8 +240,9 @@ def _is_scanning_faster(config: LlamaConfig, sharding: Sharding) -> bool:
     """
     device = _device(config, sharding)
     if device.platform == "tpu":
-        # The weights of experts are inputs of a kernel, so XLA would copy them out of the stack. On
-        # TPU 7x, XLA would change the layout of all stacked weights in each step.
+        # Stacked layers are slower in two cases. The weights of experts are inputs of a kernel, so
+        # XLA would copy them out of the stack. On TPU 7x, XLA would change the layout of all
+        # stacked weights in each step.
         return not config.num_experts and "7x" not in device.device_kind
     # The CPU kernels read weights from the stack, but not in programs that run on several devices.
     return sharding is None and reads_stacked_weights(device.platform)

@@ -218,9 +218,10 @@ class BitsandbytesMatrix(ModuleMatrix):
 
     The flattened matrix is divided into blocks of consecutive elements, by default 64, which share
     a scale. If the block size does not divide the number of inputs, a block may contain elements of
-    two rows. The groups in `WeightArrays` never do, so they are then smaller than the blocks. With
-    double quantisation, a scale is stored as an 8-bit index into a table. The value in the table is
-    multiplied by a scale that a block of scales shares, and an offset is added.
+    two rows. A group in `WeightArrays` never contains elements of two rows, so groups are smaller
+    than blocks in this case. With double quantisation, a scale is stored as an 8-bit index into a
+    table. The value in the table is multiplied by a scale that a block of scales shares, and an
+    offset is added.
     """
 
     required = (".weight", ".weight.absmax", ".weight.quant_map")

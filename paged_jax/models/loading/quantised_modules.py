@@ -63,10 +63,10 @@ class GroupLayout(NamedTuple):
 
     @classmethod
     def of(cls, stored: np.ndarray) -> "GroupLayout":
-        """Return the layout with the largest possible groups.
+        """Return the layout with the largest possible groups in `WeightArrays`.
 
-        All groups have the same size, and the inputs of each group have the same group in the
-        file. `stored` contains the index of each input's group in the file.
+        These groups all have the same size, and each consists of inputs from only one group of
+        the file. For each input, `stored` contains the index of its group in the file.
         """
         is_sorted = bool((np.diff(stored) >= 0).all())
         order = None if is_sorted else np.argsort(stored, kind="stable").astype(np.int32)
@@ -85,7 +85,7 @@ class GroupLayout(NamedTuple):
         )
 
     def spread(self, groups: np.ndarray) -> np.ndarray:
-        """Convert numbers of the file's groups so that they broadcast with `by_group`'s result.
+        """Arrange one number per group in a shape that broadcasts with the result of `by_group`.
 
         Args:
           groups: ``[rows, groups]``, one number for each group in the file.
@@ -121,9 +121,9 @@ class ModuleMatrix(QuantisedTensor):
     parts: Mapping[str, StoredTensor]
     scheme: Scheme
 
-    # Endings of tensor names: of tensors that a module must have (`required`), of tensors that it
-    # may have (`optional`), and of the scales (`scales`). The first required tensor holds the
-    # values. The name of the matrix is the name of the module followed by `result`.
+    # Name endings of the module's tensors. The module must have the tensors in `required`, and may
+    # have the tensors in `optional`. The first required tensor holds the values, and the tensor
+    # `scales` holds the scales. The name of the matrix is the module's name followed by `result`.
     required: ClassVar[tuple[str, ...]]
     optional: ClassVar[tuple[str, ...]] = ()
     scales: ClassVar[str] = ".weight_scale"
@@ -398,7 +398,8 @@ def scales_of_rows(
     Args:
       values: scales of the matrix: a single scale, one scale per row, or ``[blocks, groups]``.
       num_outputs: number of rows of the matrix.
-      block_rows: number of consecutive rows that share scales; None if all rows do.
+      block_rows: number of consecutive rows that share scales; None if there is a single scale or
+        one scale per row.
       rows: slice of the rows.
     """
     index = np.arange(*rows.indices(num_outputs))

@@ -34,8 +34,8 @@ from paged_jax.kernels.weight_packing import unpack
 from paged_jax.models.loading.stored_tensors import TensorMapping
 from paged_jax.models.matrix_formats import SUFFIXES, MatrixFormats
 
-_EXPERTS = "mxfp4 experts"  # kind of the experts of gpt-oss
-_BLOCK = 128  # rows and inputs of a block of fp8
+_EXPERTS = "mxfp4 experts"  # `QuantisedModule.kind` of the experts of gpt-oss
+_BLOCK = 128  # number of rows, and of inputs, in a block of the fp8 format
 _E8M0_BIAS = 127
 _MAX_FP8 = 448.0
 _ADVICE = (
@@ -53,7 +53,7 @@ class QuantisedModule(NamedTuple):
 
     Attributes:
       tensors: tensors of the module, by their names without the name of the module.
-      kind: name of the format in compressed-tensors.
+      kind: name of the format in compressed-tensors; `_EXPERTS` for the experts of gpt-oss.
       weights: entry `weights` of the quantisation config.
     """
 
@@ -364,9 +364,10 @@ class QuantisedWriter:
 
 
 def expert_rows(array: np.ndarray, mappings: list[TensorMapping]) -> np.ndarray:
-    """Return the rows of one Hugging Face tensor of all experts, ``[X, out, columns]``.
+    """Return the rows of a Hugging Face tensor that contains all X experts, ``[X, out, columns]``.
 
-    The arguments are as in `rows_of`, but `mappings` contains one mapping, which has `axes`.
+    The arguments are as in `rows_of`, but `mappings` contains a single mapping, and its field
+    `axes` must not be None.
     """
     (mapping,) = mappings
     assert mapping.axes is not None

@@ -105,8 +105,7 @@ class StoredMatrix:
         """Yield quantised arrays of the files, converted to the matrix's format without rounding.
 
         Yields:
-          Two indices and the arrays to write. The first index selects a part of the result, the
-          second selects elements of this part.
+          Triples ``(place, index, arrays)``, to be written as ``out[place][index] = arrays``.
         """
         for mapping, part, place in _overlaps(self.mappings, starts, stops):
             tensor = self.stored[mapping.tensor]
@@ -115,7 +114,7 @@ class StoredMatrix:
                 yield place, index, convert(arrays, tensor.format, self.format.in_order)
 
     def _quantise(self, starts: Shape, stops: Shape) -> Iterator[tuple[Index, Any, WeightArrays]]:
-        """Quantise the floats that the files contain. The results are as in `_keep`."""
+        """Quantise the floats that the files contain. Yield triples as `_keep` does."""
         step = max(1, READ_ELEMENTS // math.prod(self.shape[1:]))
         for first in range(starts[0], stops[0], step):
             last = min(first + step, stops[0])

@@ -312,12 +312,12 @@ class TensorMapping:
 
     @property
     def num_row_axes(self) -> int:
-        """Number of leading dimensions of the box that come from the rows of the tensor."""
+        """Number of leading dimensions of the box into which the tensor's rows are reshaped."""
         return len(self.box_shape) - len(self.shape) + 1
 
     @property
     def rows(self) -> np.ndarray:
-        """Index of the tensor's row at each position in the first `num_row_axes` dimensions."""
+        """Index of the tensor row at each position in the box's first `num_row_axes` dimensions."""
         shape = self.box_shape[: self.num_row_axes]
         rows = self.first_row + np.arange(math.prod(shape)).reshape(shape)
         return _reorder(rows, self.row_order, self.num_row_axes)

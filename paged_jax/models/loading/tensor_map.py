@@ -248,8 +248,8 @@ def _norm_mappings(
     D, H, K = config.head_dim, config.num_attention_heads, config.num_key_value_heads
     q_norm, k_norm = names["q_norm"], names["k_norm"]
     if config.qk_norm_scope == "own":
-        # The weight in the file has a row for each head. The rows are loaded unchanged, because
-        # `normed_heads` reorders the elements of each row.
+        # The weight in the file has a row for each head. The elements of a row are not reordered
+        # here (`row_order`), because `normed_heads` reorders them when the model runs.
         return {
             "q_norm": (map_tensor(q_norm, (H, D), (K, H // K, D)),),
             "k_norm": (map_tensor(k_norm, (K, D)),),
@@ -291,7 +291,7 @@ def _tensor_of(weight: str, kind: str) -> str:
 
 
 def name_in_file(config: LlamaConfig, name: str) -> str:
-    """Convert a name of `map_parameter` to the name that transformers uses in files."""
+    """Convert a tensor name of `map_parameter` to the name that transformers writes to files."""
     family = FAMILIES.get(config.model_type)
     for prefix, replacement in (family.written_prefixes if family else {}).items():
         if name.startswith(prefix):
@@ -412,7 +412,8 @@ def _all_experts(
 
     Args:
       tensor: name of the tensor.
-      split: shape of the tensor, with a dimension of size 2 for the gate and the up projection.
+      split: shape of the tensor. If it holds both the gate and the up projection, a dimension of
+        size 2 separates them.
       axes: for each dimension of the parameter, the index of the dimension in `split`.
       merged: index of a dimension of `split` that the file merges with the next dimension; None if
         the file merges no dimensions.

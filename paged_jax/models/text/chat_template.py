@@ -407,8 +407,8 @@ def _with_arguments(call: Any) -> Any:
     )
 
 
-# Fields of a message that may contain the reasoning before its text. Each template reads only one
-# of them.
+# Fields of a message that may contain the model's reasoning, which precedes the message's text.
+# Each template reads only one of them.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 

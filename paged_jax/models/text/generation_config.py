@@ -1,8 +1,8 @@
 """Generation defaults of a model, from the file ``generation_config.json``.
 
-Options that influence which tokens transformers generates are read. If such an option is not
-implemented here, an error names it. Options about the cache, the output and assisted generation are
-ignored.
+This module reads all options that influence which tokens transformers generates. If such an option
+is not implemented here, an error names it. Options about the cache, the output and assisted
+generation are ignored.
 """
 
 import dataclasses
@@ -58,8 +58,9 @@ class GenerationConfig:
     Attributes:
       path: the file that was read; None if the folder has no such file.
       eos_token_ids: tokens that end a text.
-      sampling_defaults: recommended sampling parameters, by their names in `SamplingParams`. They
-        include none of the `DRAWING_OPTIONS` if the file does not say how to sample.
+      sampling_defaults: recommended sampling parameters, by their names in `SamplingParams`. If
+        the file sets neither `do_sample` nor any of the `DRAWING_OPTIONS`, they contain none of
+        the `DRAWING_OPTIONS`.
       suppress_tokens: tokens that are never generated.
       begin_suppress_tokens: tokens that must not be the first generated token.
       bad_words_ids: tokens that are never generated, unless they are end tokens.

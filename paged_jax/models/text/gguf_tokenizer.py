@@ -165,7 +165,7 @@ class _TokenizerReader:
         return backend
 
     def _merges(self, scores: np.ndarray) -> list[tuple[str, str]]:
-        """Return all pairs of tokens whose concatenation is a token, by descending token score."""
+        """Return all pairs of tokens that form a token, by descending score of that token."""
         ids, types = self._ids, self._types
         excluded = (_UNKNOWN, _CONTROL, _BYTE)
         pairs: list[tuple[str, str]] = []

@@ -200,10 +200,10 @@ class Grammar:
     def start_unforced(self) -> "LLMatcher":
         """Return a new matcher that does not force tokens.
 
-        It allows every sequence of tokens that spells a text of the grammar.
+        It allows every sequence of tokens that spells a text of the grammar, see `GrammarCursor`.
 
         Raises:
-          ValueError: llguidance cannot compile such a grammar.
+          ValueError: llguidance cannot compile the grammar without forcing tokens.
         """
         return self._unforced.deep_copy()
 
@@ -346,9 +346,9 @@ class GrammarCursor:
 def _matcher(tokenizer: "LLTokenizer", constraint: StructuredOutputsParams) -> "LLMatcher":
     """Return a matcher of a constraint that is positioned before the first token.
 
-    A constraint with many labels (see `grammar_source`) gets more fuel than `_LEXER_FUEL`, because
-    the cost of labels is linear. Without its labels, the constraint must not need more than
-    `_LEXER_FUEL`.
+    A constraint with many labels (see `grammar_source`) gets more fuel than `_LEXER_FUEL`. This is
+    safe, because the cost only grows linearly with the labels. Without its labels, the constraint
+    must not need more than `_LEXER_FUEL`.
 
     Raises:
       ValueError: llguidance rejects the constraint, or the constraint is too large.

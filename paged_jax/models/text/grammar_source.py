@@ -16,7 +16,7 @@ from paged_jax.sampling.params import StructuredOutputsParams
 MANY_LABELS = 1000
 """Number of labels above which llguidance may work longer on a constraint, see `label_fuel`."""
 _LABELS = re.compile(r'"(enum|anyOf|oneOf)"\s*:\s*(?=\[)')
-# Keys that a label in a union may have, as in {"const": "a", "title": "The first"}.
+# Keys that are allowed in a label of a union, as in {"const": "a", "title": "The first"}.
 _LABEL_KEYS = {"const", "type", "title", "description"}
 # Limit on the work that is wasted on unions without labels: the number of characters parsed in such
 # unions, as a multiple of the length of the text.

@@ -120,7 +120,7 @@ def _closed(schema: Any) -> Any:
 _OBJECT_KEYS = {"type", "properties", "required", "additionalProperties"}
 DEFINITIONS = ("$defs", "definitions")
 """Keys of a schema with definitions that its other parts may refer to."""
-# Keys that stay in a schema when its `allOf` is joined.
+# Keys next to an `allOf` that stay in the schema when the `allOf` is merged.
 _KEPT = frozenset((*DEFINITIONS, "x-guidance"))
 # Maximum number of characters that merging may add by repeating definitions, as a multiple of the
 # size of the schema.

@@ -147,7 +147,7 @@ class AnswerReader:
 
     Args:
       reasoning: format of the reasoning; None if the model writes no reasoning.
-      start: whether the text begins inside or after the reasoning, see `Start`.
+      start: whether the text begins before, inside or after the reasoning, see `Start`.
       format: format of the tool calls; None if the request has no tools.
       tools: functions in the request that may be called.
 
@@ -182,7 +182,7 @@ class AnswerReader:
     def push(self, text: str, *, is_last: bool = False) -> list[AnswerDelta]:
         """Read the next piece of the answer, and return all new parts that are certain.
 
-        Text that may be the beginning of a marker is kept until the next call.
+        Text that may be the beginning of a marker is held back until the next `push`.
 
         Args:
           text: the next piece of the answer.

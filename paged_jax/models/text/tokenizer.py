@@ -371,9 +371,9 @@ class Tokenizer:
         return text[self._anchor_length :]
 
     def _find_anchor(self) -> tuple[int, int]:
-        """Find the anchor token of `_decode`; return its id and the length of its text."""
+        """Find the token that `_decode` puts before the others; return its id and text length."""
         letters = map(self.backend.token_to_id, string.ascii_letters)
-        # The anchor must be a word: the decoder combines byte tokens, and may drop spaces.
+        # It must be a word, because the decoder joins adjacent byte tokens and may drop spaces.
         for token_id in itertools.chain(letters, range(self.vocab_size)):
             if token_id is not None and (text := self.backend.decode([token_id])).isalnum():
                 return token_id, len(text)

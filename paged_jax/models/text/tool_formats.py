@@ -161,7 +161,8 @@ def find_support(render: Callable[..., str]) -> ToolSupport:
         try:
             return render([_QUESTION, *answer], tools=_TOOLS, add_generation_prompt=not answer)
         except ValueError:
-            # Treat tools as supported, so that a user's chat with tools gets the template's error.
+            # Tools then count as supported (see the result below), so a user's chat with tools is
+            # rendered, and the user gets the template's error.
             return None
 
     asked = rendered()
@@ -220,8 +221,8 @@ def _find_format(text: str, called: str, twice: str | None) -> ToolFormat | None
         return None
     after = one.after.removesuffix(tail)
     if after == one.after and tail.strip():
-        # The message with the tool call does not end with `tail`, the text after other messages.
-        # It may end with a special token instead.
+        # The message with the tool call does not end with `tail`, the text after a message
+        # without calls. It may end with a special token instead.
         after = re.sub(r"\s*<[^<>]+>\s*$", "", one.after)
         end = one.after[len(after) :]
         if not _END.fullmatch(end):

@@ -33,7 +33,8 @@ _MAX_CHECKS = 512
 _MAX_LENGTH = 256
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
-# Rules for the variable parts of the texts around calls: tool-call ids, and indices of calls.
+# Grammar rules for the parts of a tool call's surrounding text that vary: the call's id and its
+# index.
 _HOLES = {ID: "call_id", NUMBER: "call_number"}
 _HOLE_RULES = {"call_id": "/[a-zA-Z0-9]{9}/", "call_number": "/[0-9]{1,3}/"}
 
@@ -87,7 +88,7 @@ class _Writer:
         self._names = itertools.count()
 
     def start(self, is_required: bool, is_parallel: bool, answer: str | None) -> list[str]:
-        """Return two rules: ``start`` for a whole answer, ``block`` for the calls in it."""
+        """Return two rules: ``start`` for an answer, ``block`` for its calls after the mark."""
         format, mark = self._format, self._format.mark
         rest = (format.opening + format.before_name).removeprefix(mark)
         calls = "call"
@@ -135,7 +136,7 @@ class _Writer:
     def _pairs(
         self, rule: str, schema: Mapping[str, Any], options: Mapping[str, Any]
     ) -> tuple[str, list[str]]:
-        """Return an expression for arguments in tags or in Python, and the rules that it uses."""
+        """Return a Lark expression for arguments of the kind "xml" or "python", and its rules."""
         shared = {name: schema[name] for name in DEFINITIONS if name in schema}
         properties, required = schema.get("properties") or {}, schema.get("required") or ()
         parts: list[tuple[str, bool]] = []

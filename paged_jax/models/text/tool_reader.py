@@ -58,7 +58,7 @@ class ToolReader:
         self._skips_space = False  # white space between calls is ignored
         self._name = ""
         self._num_pairs = 0
-        self._is_in_text = False  # whether inside a string argument in tags, returned in pieces
+        self._is_in_text = False  # whether inside a string in tags, which is returned in pieces
         self._json = _json_scanner()
         mark = format.mark
         self._start = mark or (format.opening + format.before_name)[:1]
@@ -73,7 +73,7 @@ class ToolReader:
     def push(self, text: str, *, is_last: bool = False) -> list[AnswerDelta]:
         """Read the next piece of the answer, and return all new parts that are certain.
 
-        Text that may be the beginning of a call is kept until the next call of `push`.
+        Text that may be the beginning of a tool call is held back until the next `push`.
 
         Args:
           text: the next piece of the answer.
@@ -210,7 +210,7 @@ class ToolReader:
         return self._leave(is_last or len(rest) > _MAX_HEAD, "")
 
     def _leave(self, is_over: bool, expected: str) -> list[AnswerDelta]:
-        """Return to the state "text" if the calls are over, otherwise wait for more text.
+        """Return to the state "text" if no calls follow (`is_over`), otherwise wait for more text.
 
         `expected` is a regular expression for text that must follow the arguments, but has not
         arrived completely; empty if nothing is missing.
