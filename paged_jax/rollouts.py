@@ -249,10 +249,10 @@ def _num_blocks(T: int, max_tokens: int, num_samples: int, block_size: int) -> i
         whole = num_blocks_needed(num_cached_tokens_at(length + max_tokens), block_size)
         return shared + num_samples * (whole - shared)
 
-    # The longest prompt does not always need the most blocks. If its last block is full, its
-    # samples share that block, but the samples of a shorter prompt may need copies of a partly
-    # filled block. So take the maximum over the `block_size` largest prompt lengths. A prompt with
-    # `block_size` fewer tokens needs one block less.
+    # The longest prompt does not always need the most blocks: its samples share its last block if
+    # that block is full, but each sample of a shorter prompt may need a copy of a partly filled
+    # block. So take the maximum over several lengths. The `block_size` largest lengths are enough:
+    # a prompt with `block_size` fewer tokens fills its last block equally, but has one block less.
     return max(blocks(length) for length in range(max(1, T - block_size + 1), T + 1))
 
 

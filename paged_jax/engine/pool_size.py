@@ -1,4 +1,4 @@
-"""The dtype and the number of blocks of an engine's pools, and the memory of devices."""
+"""Functions that choose the dtype and size of an engine's pools, and query device memory."""
 
 import os
 from pathlib import Path

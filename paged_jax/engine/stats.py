@@ -176,14 +176,13 @@ class MaskClock:
       now: function that returns the time in seconds.
     """
 
-    # The docstring of the class explains k and cycles. `_PERIOD` is the number of cycles between
-    # two measurements with k = 0, and `_SAMPLES` is the number of cycles in a measurement. If a
-    # cycle with k = 1 takes far too long, the period doubles, up to `_LONGEST_PERIOD`, so that
-    # k = 1 is tried less often.
+    # In each cycle, sequences without a grammar decode k extra steps, see the docstring of the
+    # class. After every `_PERIOD` cycles, the clock measures `_SAMPLES` cycles with k = 0. If k = 1
+    # is too slow, k stays 0 for a period. Then k = 1 is tried again. Each time that k = 1 is far
+    # too slow (see `_FAR_TOO_LONG`), the period doubles, up to `_LONGEST_PERIOD`.
     _PERIOD, _LONGEST_PERIOD, _SAMPLES = 128, 2048, 8
     # Let t(k) be the duration of a cycle. The ratio t(k) / t(0) must not exceed `_MOST` for k > 1,
-    # or `_MOST_OF_ONE` for k = 1. A cycle with k = 1 takes far too long (see above) if the ratio
-    # exceeds `_FAR_TOO_LONG`.
+    # or `_MOST_OF_ONE` for k = 1. If the ratio exceeds `_FAR_TOO_LONG`, k = 1 is far too slow.
     _MOST, _MOST_OF_ONE, _FAR_TOO_LONG = 1.05, 1.1, 1.4
 
     def __init__(
@@ -242,8 +241,8 @@ class MaskClock:
             self._period, self._next_k = self._PERIOD, k
             self._set(0)
         elif self._is_too_long(seconds, k):
-            # The machine may have become slower since the last measurement with k = 0, so measure k
-            # = 0 again before deciding that this k is too large.
+            # The machine may have become slower since the last measurement with k = 0. So measure
+            # k = 0 again before deciding that this k is too large.
             self._next_k, self._doubtful_seconds = k, seconds
             self._set(0)
         # A cycle has one step of all sequences and k shorter steps of fewer sequences. So one more

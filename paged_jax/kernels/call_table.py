@@ -63,10 +63,10 @@ class CallShape(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "CallShape":
-        """Parse the string of a shape, and return the shape.
+        """Return the shape for which `str` returns `text`.
 
         Raises:
-          ValueError: `text` is not the string of a shape, or a dtype does not exist.
+          ValueError: `text` does not have the form of such a string, or contains an unknown dtype.
         """
         match = _SHAPE.fullmatch(text)
         if match is None:
@@ -88,7 +88,7 @@ class CallShape(NamedTuple):
         return f"D{self.head_dim}{value}{group} C{self.block_size} {dtypes}"
 
 
-# Maps the name of a GPU, then an op, then the shape of a call to an entry.
+# Entries by the name of the GPU, the op, and the shape of the call.
 CallTable = Mapping[str, Mapping[str, Mapping[CallShape, Entry]]]
 
 

@@ -29,7 +29,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, num_heads: int = 1)
       x: float32 ``[..., E]``.
       weight: floating point ``[E]``.
       eps: constant added to the mean square.
-      num_heads: number of rows of `x` that belong to a token, see `sum_rows`.
+      num_heads: number of rows of `x` per token, such as its heads. It only influences the order
+        of summation, see `sum_rows`.
     """
     return scale_by(x, mean_square(x, num_heads=num_heads), weight, eps)
 
@@ -41,7 +42,8 @@ def layer_norm(x: jax.Array, weight: jax.Array, eps: float, *, num_heads: int = 
       x: float32 ``[..., E]``.
       weight: floating point ``[E]``.
       eps: constant added to the variance.
-      num_heads: number of rows of `x` that belong to a token, see `sum_rows`.
+      num_heads: number of rows of `x` per token, such as its heads. It only influences the order
+        of summation, see `sum_rows`.
 
     Example:
       >>> layer_norm(jnp.array([[1.0, 3.0]]), jnp.array([1.0, 2.0]), 0.0)
@@ -59,7 +61,8 @@ def mean_square(x: jax.Array, *, num_heads: int = 1) -> jax.Array:
 
     Args:
       x: float32 ``[..., E]``.
-      num_heads: number of rows of `x` that belong to one token, see `sum_rows`.
+      num_heads: number of rows of `x` per token, such as its heads. It only influences the order
+        of summation, see `sum_rows`.
 
     Returns:
       float32 ``[..., 1]``.

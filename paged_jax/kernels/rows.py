@@ -24,8 +24,7 @@ BITS = {
 # is not worth compiling the kernel.
 _LARGE_BYTES = 1 << 22
 
-# The type of row indices: an array of indices into the first axis, or a tuple with one array for
-# each of the leading axes.
+# The type of row indices, see `set_rows`.
 _Index = jax.Array | tuple[jax.Array, ...]
 
 
@@ -33,18 +32,20 @@ _Index = jax.Array | tuple[jax.Array, ...]
 def set_rows(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
     """Return an array with new rows. Rows with an index past the end are dropped.
 
-    For each scatter or `dynamic_update_slice`, XLA's CPU backend converts a whole bfloat16 array to
-    float32 and back, and a whole fp8 array to float16 and back. The C++ kernel for CPUs sets the
-    rows in place. Without this kernel, the array is cast to integers with the same bits, the rows
-    are scattered, and the array is cast back. Each cast is a pass over the array. If a program has
-    several writes, XLA removes the casts between two writes. Remove this function when XLA scatters
-    these dtypes in place.
+    This function avoids a conversion of the whole array. For each scatter or
+    `dynamic_update_slice`, XLA's CPU backend converts bfloat16 arrays to float32 and back, and fp8
+    arrays to float16 and back. Remove this function when XLA scatters these dtypes in place.
+
+    On CPUs, a C++ kernel sets the rows in place. Without this kernel, the array is cast to integers
+    with the same bits, the rows are scattered, and the array is cast back. Each cast is a pass over
+    the array, but XLA removes the casts between two writes in a program.
 
     Args:
-      rows: the array. It is treated as rows ``[R, ...]``, with the dimensions of the new rows. Do
-        not reshape it before the call, because XLA would then copy it for the kernel.
-      index: i32 ``[N]``, or a tuple of such arrays, one per leading dimension. Indices must be
-        distinct.
+      rows: the array. Unless `index` is a tuple, its leading dimensions are merged, so that its
+        shape is ``[R, ...]``. Do not merge them before the call, because XLA would then copy the
+        array for the kernel.
+      index: i32 ``[N]``, the indices of the rows, which must be distinct. Or a tuple of such
+        arrays, one per leading dimension; then only the first index may be past the end.
       new: ``[N, ...]``, the new rows.
     """
     if rows.dtype not in BITS:

@@ -312,8 +312,8 @@ def read_global_heads(
         others = {layer for layer, changed in layers.items() if changed} - {*full}
         if others or any(each != changes[0] for each in changes):
             raise UnsupportedConfigError(
-                "LlamaConfig: per_layer_config must contain the same values for all layers without "
-                f"a sliding window, and none for other layers, got {given!r}."
+                "LlamaConfig: per_layer_config must give the same values to all layers without a "
+                f"sliding window, and give no values to other layers, got {given!r}."
             )
         [first, *_] = changes or [{}]
         head_dim, heads = (

@@ -55,8 +55,8 @@ class Mixer:
     divided: ClassVar[tuple[str, ...]]
     # Noun in error messages for the parts that are divided over devices, such as "channels".
     parts: ClassVar[str]
-    # Names of `pieces` that belong to a whole group. If several devices share a group, each has a
-    # copy of these pieces, see `widen`.
+    # Names of the `pieces` that all heads of a group share. If these heads are divided over several
+    # devices, each device has a copy of these pieces, see `widen`.
     shared_pieces: ClassVar[frozenset[str]] = frozenset()
 
     def shapes(self, hidden_size: int) -> Mapping[str, Shape]:

@@ -64,9 +64,9 @@ def mix(sizes: Mixer, x: jax.Array, weights: LayerParameters) -> Mixed:
 
 
 def initial_vector(name: str, shape: Shape, dtype: DTypeLike, key: jax.Array) -> jax.Array:
-    """Return the initial values of a mixer's parameter other than its ``_proj`` matrices.
+    """Return the initial values of a mixer's parameter that is not a matrix.
 
-    `Layer` initialises the matrices.
+    `Layer` initialises the matrices. Their names end with ``_proj``.
 
     Decay rates are between 1 and 16, as in Mamba-2. The parameters of the decay are always float32,
     whatever the dtype of the model, because their errors accumulate in the state.
@@ -184,7 +184,10 @@ def _mix_mamba(sizes: Mamba2, x: jax.Array, weights: LayerParameters) -> Mixed:
 
 
 def _row_multipliers(sizes: Mamba2) -> jax.Array | None:
-    """Return the factor of each row of a group in ``mixer_in_proj``; None if all are 1."""
+    """Return the multipliers (muP) of the rows of ``mixer_in_proj``, float32 ``[rows]``.
+
+    They are the same for all groups of heads. The result is None if all multipliers are 1.
+    """
     factors = sizes.piece_multipliers
     if all(factor == 1 for factor in factors):
         return None

@@ -86,7 +86,7 @@ _UINT4_ROUNDS = 2
 
 
 def quantise(w: Array, format: WeightFormat = INT8) -> WeightArrays:
-    """Quantise a matrix. Its inputs are not reordered.
+    """Quantise a matrix without reordering its columns.
 
     Args:
       w: float32 ``[*out, in]``, an array of NumPy or JAX.

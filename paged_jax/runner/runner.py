@@ -240,7 +240,11 @@ class ModelRunner:
             self.num_swapped_blocks += num_swapped_blocks(num_tokens, C, *groups)
 
     def _swap_copies(self, sequence: Sequence) -> list[tuple[int, np.int32]]:
-        """List the block copies of a swap as pairs (group of layers, index of the first block)."""
+        """List the calls of `read_blocks` or `write_blocks` that swap a sequence out or in.
+
+        Each call is a pair ``(group, first)``: the group of layers, and the index of the first
+        block that the call copies.
+        """
         C, width = self._sizes.block_size, self._sizes.swap_width
         return [
             (number, np.int32(first))

@@ -19,9 +19,10 @@ class StepPlan:
       forks: pairs ``(leader, forks)``: a sequence, and sequences that get copies of its slot.
       decodes: sequences that decode. There are enough free blocks for the first decode step,
         including copies of shared blocks.
-      bound: the sequences in `decodes` with a grammar, for which the engine writes token masks
-        before it decodes. The host knows all their tokens. The program samples the tokens that the
-        grammar forces, and one more token; then these sequences wait, and the others continue.
+      bound: the sequences in `decodes` that need a new token mask, because they have a grammar. The
+        host knows all their tokens so far, and the engine writes their masks before they decode.
+        They decode the tokens that the grammar forces, and one more token. Then they wait for the
+        next mask, while the other sequences continue.
       num_steps: maximum number of decode steps; 0 if no sequence decodes.
       leave_on_stop: whether decoding ends as soon as any sequence is complete, because other
         sequences wait for a slot.

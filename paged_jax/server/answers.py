@@ -330,7 +330,10 @@ class OpenAiAnswer(Answer):
         return to_json_dict(self.chunk_type, **self.head, choices=choices, **fields)
 
     def end(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Return the last fields of a response: usage, and explanations if requested."""
+        """Return the last fields of a response: its usage, and its explanations if requested.
+
+        See `schemas.RequestExplanation` for the explanations.
+        """
         explanations = [explanation(output) for output in outputs] if self.body.explain else None
         return {"usage": self.usage(outputs), "explanations": explanations}
 
@@ -396,7 +399,7 @@ def usage(outputs: Sequence[RequestOutput]) -> schemas.Usage:
 
 
 def explanation(output: RequestOutput) -> schemas.RequestExplanation | None:
-    """Return the waits and preemptions of a request as JSON; None if not requested.
+    """Return the explanation of a request as JSON; None if not requested.
 
     Ids of other requests are replaced by "another request", because other clients may have chosen
     them.

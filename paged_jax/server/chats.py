@@ -351,7 +351,10 @@ class ContentTokens:
         return [self._take(part) for part in parts]
 
     def _take(self, part: AnswerDelta) -> list[int]:
-        """Return the entry of `part` for `push`; remove the text up to its end from `_text`."""
+        """Return the indices of the tokens of `part`; [] if it is not content.
+
+        Remove `part` and the text before it from `_text`.
+        """
         data = part.text.encode("utf-8", "replace")
         at = self._text.find(data)
         # The text of a tool call may differ from the generated text: for example, the parser may

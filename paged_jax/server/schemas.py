@@ -219,7 +219,7 @@ class ChatDelta(BaseModel):
 
 
 class ChatChunkChoice(Choice):
-    """New part of a sample in the stream of a chat."""
+    """A sample in an event of a streamed chat response, with the new part of its message."""
 
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None

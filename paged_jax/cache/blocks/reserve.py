@@ -119,7 +119,8 @@ class Reservation(NamedTuple):
         windows are already freed in them.
       end: i32[S], the lengths if the reservation is applied.
       first_columns: i32[S], the `first_columns` of the tables if the reservation is applied.
-      writes: for each slot, whether it must copy its last block before it writes to it.
+      writes: decides which slots must copy their last block before they write to it, because
+        other slots share the block.
       columns: i32[S, W], the columns of the tables that may change, see `plan_columns`.
       is_taken: bool[S, W], whether each of these columns gets a new block.
       is_possible: bool[], whether all slots of the group have enough blocks.
@@ -330,7 +331,8 @@ class ReservePlan:
       copies: block copies that must be made before K and V are written.
       columns: i32[S, W], the columns of the tables that may change.
       blocks: i32[S, W], the planned blocks of these columns; P for unchanged columns.
-      writes: for each slot, whether it must copy its last block before it writes to it.
+      writes: decides which slots must copy their last block before they write to it, because
+        other slots share the block.
     """
 
     num_tokens: jax.Array

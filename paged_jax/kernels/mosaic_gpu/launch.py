@@ -221,10 +221,10 @@ def _count(counter_ref: Any, count_ref: Any) -> None:
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import llvm
 
-        # Bulk copies have stored the partial results. The proxy fence makes them visible to the
-        # loads of other threads. Thread 0 increments the counter between two barriers. After the
-        # first barrier, all threads have stored their results. Until the second barrier, no thread
-        # loads results.
+        # The first barrier waits until all threads have stored their partial results, by bulk
+        # copies. Then thread 0 runs a proxy fence, which makes the copies visible to the loads of
+        # other threads, and increments the counter. The second barrier ensures that no thread
+        # loads results before that.
         utils.warpgroup_barrier()
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),

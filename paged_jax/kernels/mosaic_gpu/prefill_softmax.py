@@ -27,7 +27,8 @@ class PrefillSoftmax(NamedTuple):
     Attributes:
       peak: f32 ``[64]``, the largest score so far, times log2(e).
       total: f32 ``[64]``, sum of the weights, the denominator of the softmax.
-      out: f32 ``[64, lanes]``, weighted sum of the values, or of the warpgroup's half of them.
+      out: f32 ``[64, lanes]``, weighted sum of the values. If two warpgroups have the same rows,
+        each has half of the lanes.
     """
 
     peak: jax.Array

@@ -290,9 +290,10 @@ class _Half(NamedTuple):
 _DTYPE_OF = {"bf16x2": jnp.bfloat16, "f16x2": jnp.float16}
 _HALVES = {"bfloat16": _Half("bf16x2", 128), "float16": _Half("f16x2", 1024)}
 
-# Offset of each code. The low byte of `_Half.base` cannot hold negative integers, so it gets the
-# integer plus the offset. Then the base and the offset are subtracted. The 4 bits of int4 include
-# the offset. uint4 uses the PTX of int4, see `_compiled`. For e2m1, integers are twice the numbers.
+# The PTX writes integers to the low byte of `_Half.base`. This byte cannot hold negative integers,
+# so each code has an offset that is first added, and later subtracted together with the base. int4
+# is stored with the offset already added. uint4 uses the PTX of int4, see `_compiled`. The values
+# of e2m1 are multiples of 0.5, so they are doubled to get integers.
 _OFFSETS = {"int4": 8, "uint4": 8, "e2m1": 64}
 
 

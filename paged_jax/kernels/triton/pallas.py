@@ -1,4 +1,6 @@
-"""Pallas' Triton backend: calls of kernels, and PTX instructions with an interpreted form.
+"""Functions that call Pallas' Triton kernels, and operations for these kernels in PTX.
+
+Interpreted kernels use `jnp` functions instead of PTX.
 
 JAX deprecated this backend of Pallas in 0.11. If JAX does not have it, `refusal` returns the
 reason, and other backends run the ops.

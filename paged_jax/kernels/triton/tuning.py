@@ -66,9 +66,10 @@ Params = DecodeParams | PrefillParams
 
 
 def shape_of(args: AttentionArgs, options: Options) -> CallShape:
-    """Return the shape of a decode or prefill, which determines its launch parameters.
+    """Return the `CallShape` of a decode or prefill call, which determines its launch parameters.
 
-    `value_dim` is 0 unless the values are parts of the keys.
+    If the values are parts of the keys (latent attention), `value_dim` is the number of elements of
+    a value; otherwise it is 0.
     """
     (*_, H, D), pools = args.q.shape, args.pools
     value_dim = options.output_dim(D) if pools.shares_values else 0
@@ -246,7 +247,8 @@ def _prefill_rule(shape: CallShape, device: GpuInfo, is_ragged: bool) -> Prefill
         # conversion would spill registers.
         return PrefillParams(128, 128, num_warps=8, num_stages=2)
     if not is_quantised(shape.pool_dtype):
-        # These sizes are based on code compiled for compute capability 8.0, 8.6, 8.9 and 12.0.
+        # With these sizes, code compiled for compute capability 8.0, 8.6, 8.9 and 12.0 fits in
+        # shared memory and spills no registers. The code was not timed.
         if _lanes(shape) > 128 and _shared_kilobytes(device) <= 100:
             # Use two stages, because a third stage would exceed the 99 KB of shared memory by 1 KB.
             return PrefillParams(64, 32, num_warps=8, num_stages=2)

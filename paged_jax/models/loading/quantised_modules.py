@@ -209,11 +209,14 @@ class ModuleMatrix(QuantisedTensor):
         return None
 
     def _read_groups(self, rows: slice) -> GroupScales:
-        """Read the scales and minima of rows, one for each group of inputs in the file."""
+        """Read the scales and minima of rows, one for each quantisation group in the file."""
         raise NotImplementedError
 
     def _group_index(self) -> np.ndarray:
-        """Return each input's group in the file; by default, groups are consecutive inputs."""
+        """Return the index of each input's quantisation group in the file, ``[in]``.
+
+        By default, each group consists of consecutive inputs.
+        """
         return np.arange(self.shape[1]) // self._group_size
 
     @functools.cached_property

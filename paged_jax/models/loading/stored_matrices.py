@@ -105,7 +105,8 @@ class StoredMatrix:
         """Yield quantised arrays of the files, converted to the matrix's format without rounding.
 
         Yields:
-          Triples ``(place, index, arrays)``, to be written as ``out[place][index] = arrays``.
+          Triples ``(place, index, arrays)``, to be written as ``out[place][index] = arrays``. The
+          first element of `out` is the element of the matrix at `starts`.
         """
         for mapping, part, place in _overlaps(self.mappings, starts, stops):
             tensor = self.stored[mapping.tensor]
@@ -114,7 +115,11 @@ class StoredMatrix:
                 yield place, index, convert(arrays, tensor.format, self.format.in_order)
 
     def _quantise(self, starts: Shape, stops: Shape) -> Iterator[tuple[Index, Any, WeightArrays]]:
-        """Quantise the floats that the files contain. Yield triples as `_keep` does."""
+        """Quantise floats of the files, from `starts` to `stops` in all dimensions but the last.
+
+        Yields:
+          Triples ``(place, index, arrays)`` as in `_keep`.
+        """
         step = max(1, READ_ELEMENTS // math.prod(self.shape[1:]))
         for first in range(starts[0], stops[0], step):
             last = min(first + step, stops[0])
@@ -130,7 +135,7 @@ def _read_rows(
     """Read a part of a mapping's box, some rows at a time.
 
     Yields:
-      The index of the rows in the part, and their arrays.
+      Pairs ``(index, arrays)``: the index of the rows in the part, and their arrays.
     """
     for rows, index in _runs_of_rows(mapping, part, tensor.shape[-1]):
         yield index, tensor.read_arrays(rows)

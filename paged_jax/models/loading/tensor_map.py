@@ -328,8 +328,8 @@ def _qkv_mappings(
     columns = () if is_bias else (config.hidden_size,)
     G, query_order = H // K, row_order
     if config.attention_gate:
-        # In the tensor, the gate of a head follows its query. Gates are not rotated, so they keep
-        # their order.
+        # In the tensor, the gate of a head follows its query. `row_order` reorders the rows of
+        # queries for rotary embedding. Gates are not rotated, so their rows are not reordered.
         G, gate = 2 * G, tuple(range(D, 2 * D))
         query_order = None if row_order is None else row_order + gate
     parts = [("q_proj", G, 0, query_order), ("k_proj", 1, G, row_order), ("v_proj", 1, G + 1, None)]

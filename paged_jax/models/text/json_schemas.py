@@ -43,8 +43,8 @@ class _SchemaKeys(NamedTuple):
         return new
 
 
-# `_ALL` contains all keys with inner schemas. `close` closes only inner schemas under the keys in
-# `_CLOSABLE`.
+# `_ALL` contains all keys with inner schemas. `close` forbids unlisted properties only in the inner
+# schemas under the keys in `_CLOSABLE`.
 _CLOSABLE = _SchemaKeys(
     ("properties", "patternProperties", "$defs", "definitions"),
     ("anyOf", "oneOf", "prefixItems"),

@@ -221,8 +221,8 @@ def _find_format(text: str, called: str, twice: str | None) -> ToolFormat | None
         return None
     after = one.after.removesuffix(tail)
     if after == one.after and tail.strip():
-        # The message with the tool call does not end with `tail`, the text after a message
-        # without calls. It may end with a special token instead.
+        # `tail` is the text after a message without calls. The message with the call does not end
+        # with it, but may end with a special token instead.
         after = re.sub(r"\s*<[^<>]+>\s*$", "", one.after)
         end = one.after[len(after) :]
         if not _END.fullmatch(end):

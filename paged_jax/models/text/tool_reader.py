@@ -67,7 +67,8 @@ class ToolReader:
         following = _pattern((format.between or "") + format.before_name)
         self._next = re.compile(rf"\s*{following}{_NAME}{_pattern(format.after_name)}")
         self._head = self._first
-        self._opened = ""  # beginning of a tool call that is no longer in `_buffer`
+        # Opening text that was removed from `_buffer` when a tool call began.
+        self._opened = ""
         self._end = re.compile(rf"\s*{_pattern(format.after_arguments)}")
 
     def push(self, text: str, *, is_last: bool = False) -> list[AnswerDelta]:
