@@ -198,8 +198,7 @@ class Engine:
     def get_default_sampling_params(self, **changes: Any) -> SamplingParams:
         """Return the sampling parameters that the model's authors recommend.
 
-        They come from ``generation_config.json``. Decoding is greedy unless this file enables
-        sampling.
+        They come from ``generation_config.json``. Decoding is greedy unless this enables sampling.
 
         Args:
           **changes: values for fields of `SamplingParams` that replace the recommended values.
@@ -304,8 +303,7 @@ class Engine:
             path is not in `mapping` must be named as in Hugging Face.
 
         Raises:
-          ValueError: structure, names, shapes or formats do not match the engine's model. The old
-            weights are then unchanged.
+          ValueError: structure, names, shapes or formats differ. The old weights are unchanged.
 
         Example:
           >>> import jax.numpy as jnp

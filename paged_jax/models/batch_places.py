@@ -194,8 +194,7 @@ def reserve_places(
         )
     num_slots, lengths = cache.num_slots, cache.lengths
     is_row = slots >= 0
-    # Give skipped rows an index past the end, which `put_or_drop` ignores. A negative index would
-    # count from the end.
+    # `put_or_drop` ignores indices past the end. (A negative index would count from the end.)
     rows = jnp.where(is_row, slots, num_slots)
     starts, most = take_or_fill(lengths, rows), T
     if has_tiles:
@@ -209,8 +208,7 @@ def reserve_places(
     cache, ok = paged_cache.reserve(cache, requested, max_tokens=most, backend=backend)
     num_tokens = jnp.where(is_row & ok, num_tokens, 0)
     if postpones and cache.states is not None:
-        # A mark is a saved earlier state. All draft tokens are appended at once, so only the state
-        # before them can be saved.
+        # All draft tokens are appended at once, so only the state before them can become a mark.
         cache = cache.replace_states(plan_marks, (requested > 0) & ok, lengths, 1)
     states = StatePlaces.of_rows(cache, jnp.where(num_tokens > 0, rows, num_slots), postpones)
     if postpones and states is not None:

@@ -65,9 +65,8 @@ class LlamaConfig:
       rope_interleaved: whether the elements of a rotated pair are neighbours in checkpoints.
         Otherwise their distance is half of the rotated part.
       tie_word_embeddings: whether the embedding table is also the output head.
-      qkv_bias, o_bias, mlp_bias: whether there are biases in the input projections of attention
-        (with latent attention, only in ``latent_proj``), in its output projection, and in MLPs,
-        including the projections of `moe_latent_size`.
+      qkv_bias, o_bias, mlp_bias: whether the input projections of attention (in latent attention
+        only ``latent_proj``), its output projection, and MLPs (also `moe_latent_size`) have biases.
       qk_norm: whether queries and keys are normalised.
       qk_norm_weight: whether these norms have weights.
       qk_norm_layers: for each layer, whether it normalises queries and keys; empty if `qk_norm`

@@ -213,10 +213,7 @@ class ModuleMatrix(QuantisedTensor):
         raise NotImplementedError
 
     def _group_index(self) -> np.ndarray:
-        """Return the index of each input's quantisation group in the file, ``[in]``.
-
-        By default, each group consists of consecutive inputs.
-        """
+        """Return each input's group in the file; by default, groups are consecutive inputs."""
         return np.arange(self.shape[1]) // self._group_size
 
     @functools.cached_property
