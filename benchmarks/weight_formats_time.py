@@ -34,7 +34,7 @@ from paged_jax.kernels.weight_formats import (
     dequantise,
     num_bits,
 )
-from paged_jax.kernels.weight_packing import interleave, pack, round_levels
+from paged_jax.kernels.weight_packing import interleave, pack, store_scales
 
 FORMATS: Mapping[str, WeightFormat] = {
     "bfloat16": WeightFormat("bfloat16"),
@@ -77,14 +77,10 @@ def random_weight(format: WeightFormat, size: int, rng: np.random.Generator) -> 
     groups = (size, size // (format.group_size or size))
     scales = rng.uniform(0.5, 1.5, groups).astype(np.float32) / (spread * size**0.5)
     mean = float(np.mean(CODES[format.code])) if format.is_packed else 0.0
-
-    def store(floats: np.ndarray, dtype: str | None) -> np.ndarray | None:
-        if dtype == "int8":
-            return round_levels(floats, size)
-        return None if dtype is None else floats.astype(jnp.dtype(dtype))
-
     return WeightArrays(
-        values, store(scales, format.scale_dtype), store(-mean * scales, format.min_dtype)
+        values,
+        store_scales(scales, format.scale_dtype, size),
+        store_scales(-mean * scales, format.min_dtype, size),
     )
 
 

@@ -442,7 +442,7 @@ class _Comparison:
             shared = [] if old is None else self._blocks_at(old, column)
             if not shared and len(present) == writers[0].num_samples:
                 shared = blocks[-1:]
-        # All samples whose block is not the shared block got a copy. The sample that kept the
+        # All samples that do not hold the shared block got a copy. The sample that kept the
         # shared block may have finished.
         [kept] = shared or blocks[-1:]
         events: list[CacheEvent] = []

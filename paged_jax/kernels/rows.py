@@ -20,8 +20,8 @@ BITS = {
     jnp.dtype(jnp.float8_e4m3fn): jnp.uint8,
 }
 
-# Number of bytes from which the kernel for CPUs fills an array with zeros. For smaller arrays, it
-# is not worth compiling the kernel.
+# Minimum size in bytes of the arrays that the kernel for CPUs fills with zeros. For smaller arrays,
+# it is not worth compiling the kernel.
 _LARGE_BYTES = 1 << 22
 
 # The type of row indices, see `set_rows`.

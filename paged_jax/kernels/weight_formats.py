@@ -422,9 +422,8 @@ def convert(arrays: WeightArrays, source: WeightFormat, target: WeightFormat) ->
     num_groups = inputs // (target.group_size or inputs)
     if target.min_dtype is not None:
         if mins is None:
-            columns = count_columns(num_groups, inputs, jnp.dtype(target.min_dtype))
-            xp, shape = scales.__array_namespace__(), (*scales.shape[:-1], columns)
-            mins = xp.zeros(shape, jnp.dtype(target.min_dtype))
+            shapes = target.shapes((*scales.shape[:-1], inputs))
+            mins = scales.__array_namespace__().zeros(*shapes["mins"])
         else:
             mins = _convert_scales(mins, inputs, num_groups, target.min_dtype)
     scales = _convert_scales(scales, inputs, num_groups, target.scale_dtype, divisor)

@@ -114,6 +114,18 @@ def round_levels(floats: Any, num_inputs: int) -> Any:
     return join_levels(numbers.reshape(floats.shape), largest * np.float32(1 / 127))
 
 
+def store_scales(floats: Any, dtype: Any, num_inputs: int) -> Any:
+    """Convert scales or minima ``[..., groups]`` to `dtype`, where int8 stands for two levels.
+
+    Returns None if `dtype` is None.
+    """
+    if dtype is None:
+        return None
+    if dtype == "int8":
+        return round_levels(floats.astype(np.float32), num_inputs)
+    return floats.astype(jnp.dtype(dtype))
+
+
 def count_columns(num_groups: int, num_inputs: int, dtype: Any) -> int:
     """Return the number of columns of scales of a dtype for `num_groups` groups."""
     return num_groups + num_inputs // SECTION_INPUTS * FACTOR_BYTES * (dtype == np.int8)

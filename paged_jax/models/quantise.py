@@ -55,8 +55,8 @@ from paged_jax.kernels.weight_packing import (
     PACKED_INPUTS,
     SECTION_INPUTS,
     pack,
-    round_levels,
     scale_floats,
+    store_scales,
 )
 
 Array = TypeVar("Array", np.ndarray, jax.Array)
@@ -125,11 +125,8 @@ def _quantise_in_sections(w: Any, format: WeightFormat) -> WeightArrays:
     """
     num_inputs = w.shape[-1]
     first = _quantise(w, replace(format.widened, code=format.code))
-    scales, mins = first.scales, first.mins
-    if format.scale_dtype == "int8":
-        scales = round_levels(scales, num_inputs)
-    if format.min_dtype == "int8":
-        mins = round_levels(mins, num_inputs)
+    scales = store_scales(first.scales, format.scale_dtype, num_inputs)
+    mins = store_scales(first.mins, format.min_dtype, num_inputs)
     xp, own_scales = w.__array_namespace__(), scale_floats(scales, num_inputs)
     groups = w.reshape(*own_scales.shape, -1)
     if mins is not None:

@@ -14,7 +14,7 @@ from paged_jax.kernels.weight_formats import (
     num_bits,
     numbers,
 )
-from paged_jax.kernels.weight_packing import interleave, pack, round_levels
+from paged_jax.kernels.weight_packing import interleave, pack, store_scales
 
 # Formats with the sizes of groups, dtypes of scales, minima and orders that files have.
 FORMATS = {
@@ -55,17 +55,10 @@ def random_arrays(
         scale = scale / 16
     return WeightArrays(
         values,
-        _stored(scale, format.scale_dtype, shape[-1]),
-        None if format.min_dtype is None else _stored(low, format.min_dtype, shape[-1]),
+        store_scales(scale, format.scale_dtype, shape[-1]),
+        store_scales(low, format.min_dtype, shape[-1]),
         rng.permutation(shape[-1]).astype(np.int32) if format.has_order else None,
     )
-
-
-def _stored(scales: np.ndarray, dtype: str | None, num_inputs: int) -> np.ndarray:
-    """Return scales ``[*out, groups]`` in a dtype, or rounded to two levels."""
-    if dtype != "int8":
-        return scales.astype(jnp.dtype(dtype))
-    return round_levels(scales.astype(np.float32), num_inputs)
 
 
 def make_weight(

@@ -268,8 +268,8 @@ class SharedWrites:
 def plan_shared_writes(tables: BlockTables, is_writer: jax.Array) -> SharedWrites:
     """Decide for each slot in `is_writer` bool[S] whether it must copy its last block."""
     num_blocks, slots = tables.num_blocks, jnp.arange(tables.num_slots, dtype=jnp.int32)
-    # `last` holds, for each slot, the block to which its next token is written. If that token
-    # begins a new block, the entry is P (no block), and its reference count is read as 0.
+    # `last[slot]` is the block that gets the slot's next token. If that token begins a new block,
+    # the entry is P (no block), and its reference count is read as 0.
     columns = tables.lengths // tables.block_size
     last = take_or_fill(tables.block_tables, (slots, columns), fill_value=num_blocks)
     refs = take_or_fill(tables.pool.ref_counts, last)

@@ -154,7 +154,7 @@ _LOCK = threading.Lock()
 # Targets that are registered with XLA. They cannot be unregistered.
 _REGISTERED: set[str] = set()
 
-# Kernels that programs would call, but that could not be loaded.
+# Kernels that could not be loaded, although programs would call them.
 _MISSING: set[Kernel] = set()
 
 

@@ -137,7 +137,7 @@ class PrefillSizes(NamedTuple):
 
     @property
     def num_scaled(self) -> int:
-        """Number of loop steps whose scales each ring buffer of scales must hold.
+        """Number of loop steps for which a ring buffer must hold the scales.
 
         With fewer steps, a copy would overwrite scales that are still in use.
         """
