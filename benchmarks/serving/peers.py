@@ -59,7 +59,7 @@ def measure(
       folder: a Hugging Face model folder.
       dtype: "float32" or "bfloat16".
       requests: requests to time.
-      warmup: requests to compile with, with other prompts.
+      warmup: requests that are served before the measurement, with other prompts.
       sizes: the fields of `benchmarks.serving.engines.EngineSizes`.
       timeout: seconds after which the process is ended.
       python: the interpreter of the process.
@@ -126,6 +126,9 @@ def _run_ours(
     model = Llama.from_pretrained(job["folder"], dtype=job["dtype"])
     engine = make_engine(model, EngineSizes(**job["sizes"]), "paged, prefix cache")
     warm_up(engine, warmup)
+    engine.reset_prefix_cache()
+    # `warm_up` runs small batches only. Compile the programs for all requests at once.
+    serve(engine, warmup)
     cpu_start = time.process_time()
     outcome = serve(engine, requests)
     cpu_seconds = time.process_time() - cpu_start

@@ -71,8 +71,6 @@ MODES = ("naive", "static", "offline", "online", "peers")
 _PEER_TIMEOUT = 600.0
 # Seeds of the two warm-up rounds, far from the numbers of the measured rounds.
 _WARMUP_ROUND = 10**6
-# Number of tokens that a peer generates for each warm-up request.
-_PEER_WARMUP_TOKENS = 4
 
 Serve = Callable[[list[Request]], Outcome]
 
@@ -202,8 +200,6 @@ def measure_peers(
       peers: the peers besides vLLM.
       vllm_python: the Python that has vLLM, which is then a peer; None for no vLLM.
     """
-    unseen = draw_round(_WARMUP_ROUND) + draw_round(_WARMUP_ROUND + 1)
-    warmup = [Request(r.prompt_token_ids, _PEER_WARMUP_TOKENS) for r in unseen]
     found: dict[str, dict[str, Any]] = {}
     pythons = {name: Path(sys.executable) for name in (OURS, *peers)}
     if vllm_python is not None:
@@ -216,7 +212,7 @@ def measure_peers(
                 folder,
                 dtype,
                 draw_round(0),
-                warmup,
+                draw_round(_WARMUP_ROUND),
                 sizes._asdict(),
                 timeout=_PEER_TIMEOUT,
                 python=python,

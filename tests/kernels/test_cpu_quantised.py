@@ -375,6 +375,8 @@ PROCESSORS = {
         ("cascadelake", "int8", S8),
         ("cascadelake", "packed4", S8),
         ("cascadelake", "packed5", S8),
+        ("haswell", None, BF16),
+        ("cascadelake", None, BF16),
     ],
 )
 def test_kernels_for_processors_with_fewer_instructions(
@@ -390,7 +392,8 @@ def test_kernels_for_processors_with_fewer_instructions(
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(library, "_command", for_processor)
-    loaded = library._load.__wrapped__(Kernel("quantised_linear", dtype, code))
+    op = "linear" if code is None else "quantised_linear"
+    loaded = library._load.__wrapped__(Kernel(op, dtype, code))
     assert loaded.why_not is None
 
 

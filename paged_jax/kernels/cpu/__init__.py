@@ -327,7 +327,8 @@ def _multiply(matmul: _Matmul, x: jax.Array, w: Weight, operands: Arrays) -> jax
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _multiply_rows(matmul: _Matmul, rows: jax.Array, w: Weight, operands: Arrays) -> jax.Array:
     kernel, plain, attributes = matmul
-    [out] = call(kernel, (rows, *operands), plain, (rows, w), attributes=attributes)
+    inputs = rows.astype(kernel.input_dtype)
+    [out] = call(kernel, (inputs, *operands), plain, (rows, w), attributes=attributes)
     return out
 
 
@@ -350,8 +351,9 @@ def _grouped_linear(
     """
     stacked, plain = _stacked_arrays(w), general_backend().grouped_linear
     matmul, x, operands = _find_matmul(x, w, stacked, sizes, plain, find_kernel)
-    args = x, dataclasses.replace(w, stack=None), sizes
-    [out] = call(matmul.kernel, (x, *operands), matmul.plain, args, attributes=matmul.attributes)
+    args, kernel = (x, dataclasses.replace(w, stack=None), sizes), matmul.kernel
+    operands = x.astype(kernel.input_dtype), *operands
+    [out] = call(kernel, operands, matmul.plain, args, attributes=matmul.attributes)
     return out
 
 

@@ -54,6 +54,12 @@ class Kernel(NamedTuple):
     dtype: Any
     code: str | None = None
 
+    @property
+    def input_dtype(self) -> Any:
+        """Dtype of the inputs of a matmul: bfloat16 if the weights are bfloat16, else float32."""
+        is_bfloat16 = self.op == "linear" and self.dtype == jnp.bfloat16
+        return jnp.dtype(jnp.bfloat16 if is_bfloat16 else jnp.float32)
+
 
 def kernel_code(code: str) -> str:
     """Return the key of `CODE_ELEMENTS` for a code of quantised weights.
@@ -92,7 +98,7 @@ Results = tuple[np.ndarray, np.ndarray]  # the result of a kernel and the expect
 def _test_linear(target: str, kernel: Kernel) -> Results:
     rng = np.random.default_rng(0)
     x, w = (rng.integers(-8, 8, shape).astype(np.float32) for shape in ((7, 77), (2, 3, 13, 77)))
-    operands = x / 8, w.astype(kernel.dtype), _SIZES, np.int32(1)
+    operands = (x / 8).astype(kernel.input_dtype), w.astype(kernel.dtype), _SIZES, np.int32(1)
     return _test_groups(target, operands, w[1])
 
 

@@ -93,8 +93,7 @@ struct Softmaxes : Attention {
     const float* heads[ROWS_];
     for (int h = 0; h < ROWS_; h++) heads[h] = queries + h * stride;
     multiply<InFloats<Type>, TOKENS_, ROWS_>(keys + t, heads, D, sums);
-    for (int h = 0; h < ROWS_; h++)
-      for (int i = 0; i < TOKENS_; i++) scores[h][t + i] = sums[h][i];
+    for (int h = 0; h < ROWS_; h++) memcpy(scores[h] + t, sums[h], sizeof sums[h]);
   }
 
   // Replaces the scores of a tile by weights relative to the new peak. After the last token, they are 0. Returns

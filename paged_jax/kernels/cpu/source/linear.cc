@@ -1,9 +1,9 @@
 // Matmul: each row of x is multiplied by the weight of its group. A plain matmul has one group.
 //
-// x f32 [M, K]: the first sizes[0] rows belong to group 0, the next sizes[1] rows to group 1, and so on.
-// w [L, X, N, K], or [L, N, K] for one group, contains the weights of all layers. sizes is i32 [X]. layer
-// i32 [] is the only layer that is read. The result is f32 [M, N], 0 in rows without a group. Weights of groups
-// without rows are not read. Rows of zeros give zeros and take no time.
+// x [M, K] is bf16 if the weights are, else f32. The first sizes[0] rows belong to group 0, the next sizes[1]
+// rows to group 1, and so on. w [L, X, N, K], or [L, N, K] for one group, contains the weights of all layers.
+// sizes is i32 [X]. layer i32 [] is the only layer that is read. The result is f32 [M, N], 0 in rows without a
+// group. Weights of groups without rows are not read. Rows of zeros give zeros and take no time.
 
 #include "weight_rows.h"
 
@@ -34,7 +34,7 @@ XLA_FFI_Error* run(XLA_FFI_CallFrame* frame) {
     if (count <= 0) continue;
     Product& product = products[num_products++] = whole;
     product.w += group * N * K;
-    inputs.add(product, (const float*)x->data, row, row + count);
+    inputs.add(product, (const Number*)x->data, row, row + count);
     row += count;
   }
   memset(whole.out + row * N, 0, (M - row) * N * sizeof(float));

@@ -78,7 +78,7 @@ inline void multiply(
     for (int m = 0; m < M; m++) input[m] = x[m] + i;
     add_step<Form, R, M>(total, row, input);
   }
-  if constexpr (R * M == 16 && LANES == 16) return sum_block(total, &out[0][0]);
+  if constexpr (R * M > 8 && LANES == 16) return sum_block(total, &out[0][0]);
 #pragma GCC unroll 8
   for (int m = 0; m < M; m++) {
     int r = 0;

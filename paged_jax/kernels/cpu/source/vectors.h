@@ -69,10 +69,14 @@ inline float sum(Floats vector) {
 inline Floats larger(Floats x, Floats y) { return x > y ? x : y; }
 
 inline float largest(Floats vector) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)vector);
+#else
   float each[LANES], peak = vector[0];
   store(each, vector);
   for (int i = 1; i < LANES; i++) peak = each[i] > peak ? each[i] : peak;
   return peak;
+#endif
 }
 
 // Returns the sum of each of four vectors.
@@ -84,13 +88,15 @@ inline Quarter sum_four(Floats first, Floats second, Floats third, Floats fourth
   return SHUFFLE(ab, cd, 0, 2, 4, 6) + SHUFFLE(ab, cd, 1, 3, 5, 7);
 }
 
-// Sums each vector of a block of 16: out[m][r] is the sum of vectors[r][m]. For short rows, these sums take
-// as long as the products. Four vectors at a time are therefore shuffled together and added.
+// Sums each vector of a block of up to 16: out[m][r] is the sum of vectors[r][m]. For short rows, these sums
+// take as long as the products. Four vectors at a time are therefore shuffled together and added.
 template <int R, int M>
 inline void sum_block(const Floats (&vectors)[R][M], float* out) {
 #if defined(__AVX512F__)
-  static_assert(R * M == 16);
-  auto vector = [&](int place) { return (__m512)vectors[place % R][place / R]; };  // place in `out`
+  static_assert(R * M <= 16);
+  auto vector = [&](int place) {  // place in `out`
+    return place < R * M ? (__m512)vectors[place % R][place / R] : __m512{};
+  };
   __m512 row[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {  // add the halves of four vectors, then the quarters
@@ -102,7 +108,8 @@ inline void sum_block(const Floats (&vectors)[R][M], float* out) {
   // Each quarter of a row is the partial sum of one vector. Add within quarters, as in `sum_four`.
   __m512 ab = _mm512_shuffle_ps(row[0], row[1], 0x44) + _mm512_shuffle_ps(row[0], row[1], 0xee);
   __m512 cd = _mm512_shuffle_ps(row[2], row[3], 0x44) + _mm512_shuffle_ps(row[2], row[3], 0xee);
-  store(out, (Floats)(_mm512_shuffle_ps(ab, cd, 0x88) + _mm512_shuffle_ps(ab, cd, 0xdd)));
+  Floats sums = (Floats)(_mm512_shuffle_ps(ab, cd, 0x88) + _mm512_shuffle_ps(ab, cd, 0xdd));
+  memcpy(out, &sums, R * M * sizeof *out);
 #endif
 }
 
@@ -222,6 +229,14 @@ struct Float16 {
 using Float16 = SmallFloat<uint16_t, 5, 10, true>;
 #endif
 
+#if defined(__AVX512F__)
+// Takes every second of the numbers in two vectors, from `first` on.
+inline Floats every_second(Floats x, Floats y, int first) {
+  const Ints even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+  return (Floats)_mm512_permutex2var_ps((__m512)x, (__m512i)(even + first), (__m512)y);
+}
+#endif
+
 // Multiplies numbers by `scale`, and writes them in the order of the halves of `Type`, padded with zeros to a
 // multiple of STEP.
 template <class Type>
@@ -230,6 +245,12 @@ inline void arrange(float* to, const float* from, int count, float scale) {
   for (; Type::IN_ORDER && i + STEP <= count; i += STEP)
     for (int half = 0; half < STEP; half += LANES)
       store(to + i + half, load<Floats>(from + i + half) * scale);
+#if defined(__AVX512F__)
+  for (; !Type::IN_ORDER && i + STEP <= count; i += STEP) {
+    Floats x = load<Floats>(from + i) * scale, y = load<Floats>(from + i + LANES) * scale;
+    for (int half = 0; half < 2; half++) store(to + i + half * LANES, every_second(x, y, half));
+  }
+#endif
   for (; i < count; i += STEP)
     for (int j = 0; j < STEP; j++) {
       int source = Type::IN_ORDER ? i + j : i + 2 * (j % LANES) + j / LANES;

@@ -23,11 +23,16 @@ struct FormFor<Bfloat16> {
 };
 #endif
 using Form = FormFor<Type>::Form;
-// Whether rows of x are rounded to bfloat16, also on processors without `InBfloat16`.
+// Number in x. With bfloat16 weights, x is bfloat16, also on processors without `InBfloat16`.
 template <class>
-constexpr bool ROUNDS = false;
+struct InputOf {
+  using Number = float;
+};
 template <>
-constexpr bool ROUNDS<Bfloat16> = true;
+struct InputOf<Bfloat16> {
+  using Number = uint16_t;
+};
+using Number = InputOf<Type>::Number;
 // Number of rows of weights, and of x, in a block. Their sums fill most of the registers.
 constexpr int ROWS = LANES == 16 ? 4 : 3;
 constexpr int INPUTS = 4;
@@ -118,41 +123,37 @@ struct Product {
   }
 };
 
-// Rounds to the nearest bfloat16 number, ties to even. There is no branch, so that compilers vectorise it.
-inline uint16_t rounded_bits(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  uint32_t no_number = (bits >> 16) | 0x40, nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  return x != x ? no_number : nearest;
-}
+inline bool is_zero(float number) { return number == 0; }
+inline bool is_zero(uint16_t bits) { return (bits & 0x7fff) == 0; }  // of a bfloat16 number
 
-bool is_zero(const float* row, int count) {
+bool is_zero(const Number* row, int count) {
   int i = 0;
-  while (i < count && row[i] == 0) i++;
+  while (i < count && is_zero(row[i])) i++;
   return i == count;
 }
 
-// Copies a row of x in the order of `Form`, padded with zeros, and rounded if the weights are bfloat16.
-template <class Input>
-void prepare(Input* to, const float* from, int count) {
-  int padded = round_up(count, STEP);
-  if constexpr (sizeof(Input) == sizeof(uint16_t)) {
-    int i = 0;
-    for (; i + STEP <= count; i += STEP)
-      for (int j = 0; j < STEP; j++) to[i + j] = rounded_bits(from[i + j]);
-    for (; i < padded; i++) to[i] = i < count ? rounded_bits(from[i]) : 0;
+// Whether the inputs of `Form` have the type and order of numbers in x.
+constexpr bool IS_SAME = sizeof(Form::Input) == sizeof(Number) && (sizeof(Number) == 2 || Type::IN_ORDER);
+
+// Copies a row of x in the order of `Form`, padded with zeros.
+void prepare(Form::Input* to, const Number* from, int count) {
+  if constexpr (sizeof(Number) == sizeof(float)) {
+    arrange<Type>((float*)to, (const float*)from, count, 1.0f);
   } else {
-    arrange<Type>(to, from, count, 1.0f);
-    for (int i = 0; i < padded && ROUNDS<Type>; i++) {
-      uint32_t bits = (uint32_t)rounded_bits(to[i]) << 16;
-      memcpy(to + i, &bits, sizeof bits);
+    for (int i = 0; i < count; i += STEP) {
+      Number step[STEP] = {};
+      memcpy(step, from + i, (count - i < STEP ? count - i : STEP) * sizeof *step);
+      if constexpr (IS_SAME)
+        memcpy(to + i, step, sizeof step);
+      else
+        for (int half = 0; half < 2; half++)
+          store((float*)to + i + half * LANES, Type::half((const Type::Element*)step, half));
     }
   }
 }
 
-// Returns whether a row of x can be used in place, because `prepare` would not change it.
-bool is_prepared(const float* row, int count) {
-  constexpr bool IS_SAME = sizeof(Form::Input) == sizeof(float) && Type::IN_ORDER && !ROUNDS<Type>;
+// Returns whether a row of x can be used in place.
+bool is_prepared(const Number* row, int count) {
   return IS_SAME && count % STEP == 0 && (uintptr_t)row % 64 == 0;
 }
 
@@ -180,10 +181,10 @@ struct Inputs {
   }
 
   // Makes rows `begin` to `end` of x the inputs of a product, and writes the results of rows of zeros.
-  void add(Product& product, const float* x, int64_t begin, int64_t end) {
+  void add(Product& product, const Number* x, int64_t begin, int64_t end) {
     int64_t first = count;
     for (int64_t place = begin; place < end; place++) {
-      const float* row = x + place * product.K;
+      const Number* row = x + place * product.K;
       if (is_zero(row, product.K)) {
         memset(product.out + place * product.N, 0, product.N * sizeof(float));
         continue;
