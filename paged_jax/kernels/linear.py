@@ -11,7 +11,7 @@ CPUs, NVIDIA GPUs and TPUs.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -34,6 +34,7 @@ __all__ = [
     "copies_weights",
     "grouped_linear",
     "linear",
+    "load_kernels_soon",
     "reads_interleaved_rows",
     "reads_stacked_weights",
     "sum_rows",
@@ -127,6 +128,18 @@ def copies_weights(platform: str, dtype: DTypeLike, *, has_experts: bool) -> boo
       has_experts: whether the model is a mixture of experts.
     """
     return platform == "cpu" and cpu_backend().copies_weights(dtype, has_experts=has_experts)
+
+
+def load_kernels_soon(platform: str, codes: Collection[str], dtype: DTypeLike) -> None:
+    """Start to compile the kernels for an engine in the background, if the platform needs it.
+
+    Args:
+      platform: see `copies_weights`.
+      codes: codes of the model's matrices, see `WeightFormat`.
+      dtype: float dtype of the model.
+    """
+    if platform == "cpu":
+        cpu_backend().load_soon(codes, dtype)
 
 
 def reads_stacked_weights(platform: str) -> bool:

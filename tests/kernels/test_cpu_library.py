@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 
 import jax
@@ -16,7 +17,8 @@ import pytest
 
 from paged_jax.kernels import choose_backend
 from paged_jax.kernels.backend import Options, Problem
-from paged_jax.kernels.cpu import library
+from paged_jax.kernels.cpu import compiler, library
+from paged_jax.kernels.cpu.compiler import compile_library
 from paged_jax.kernels.linear import linear
 from tests.support.compiler import needs_compiler
 from tests.support.paged_batch import PagedBatch, queries
@@ -44,6 +46,7 @@ def fresh(monkeypatch, tmp_path):
     forgetful = functools.cache(library._load.__wrapped__)
     monkeypatch.setattr(library, "_load", forgetful)
     monkeypatch.setattr(library, "_MISSING", set())
+    monkeypatch.setattr(compiler, "_RUNNING", {})
     library._warn.cache_clear()
     return tmp_path
 
@@ -58,7 +61,7 @@ def unregistered(fresh, monkeypatch):
 def machine_code(tmp_path_factory) -> bytes:
     """Content of the compiled library of a kernel."""
     path = tmp_path_factory.mktemp("kernel") / "linear.so"
-    library._compile(library._command(LINEAR), path)
+    compile_library(library._command(LINEAR), path)
     return path.read_bytes()
 
 
@@ -71,7 +74,7 @@ def compiled(fresh, monkeypatch, machine_code) -> list[Path]:
         paths.append(path)
         path.write_bytes(machine_code)
 
-    monkeypatch.setattr(library, "_compile", write)
+    monkeypatch.setattr(compiler, "_run", write)
     return paths
 
 
@@ -283,7 +286,7 @@ def test_load_compiles_an_undamaged_kernel_again_if_it_cannot_be_loaded(
     command = library._command(LINEAR)
     target = library._prefix(LINEAR) + library._digest(command)
     own, other = f"-I{jax.ffi.include_dir()}", f"-I{newer_interface}"
-    library._compile([other if x == own else x for x in command], fresh / "other.so")
+    compile_library([other if x == own else x for x in command], fresh / "other.so")
     folder = library.user_cache.cache_folder("kernels")
     for content in ((fresh / "other.so").read_bytes(), b"of another system"):
         (folder / library._cached_name(target, content)).write_bytes(content)
@@ -301,13 +304,13 @@ def test_load_needs_a_temporary_folder_only_to_compile(fresh, monkeypatch) -> No
     """A container with a read-only root has none. The compiler's temporary files also go there."""
     monkeypatch.setattr(tempfile, "gettempdir", refuse)
     monkeypatch.delenv("TMPDIR", raising=False)
-    seen, run = [], library.subprocess.run
+    seen, run = [], compiler.subprocess.run
 
     def watch(command: list[str], env: dict[str, str], **kwargs: object) -> object:
         seen.append(Path(env["TMPDIR"]))
         return run(command, env=env, **kwargs)
 
-    monkeypatch.setattr(library.subprocess, "run", watch)
+    monkeypatch.setattr(compiler.subprocess, "run", watch)
     assert library.load(LINEAR).target
     [kept] = kept_files(fresh)
     assert kept.suffix == ".so" and [x.parent for x in seen] == [kept.parent]
@@ -354,3 +357,44 @@ def test_load_works_if_the_cache_folder_accepts_no_file(fresh, compiled, monkeyp
         library._load.cache_clear()
         assert library.load(LINEAR).target
     assert len(compiled) == 2 and not kept_files(fresh)
+
+
+def test_kernels_are_compiled_in_the_background(fresh, compiled, monkeypatch) -> None:
+    """If they are in the cache, `load_soon` does nothing."""
+    run, threads = compiler._run, []
+
+    def record(command: list[str], path: Path) -> None:
+        threads.append(threading.current_thread().name)
+        run(command, path)
+
+    monkeypatch.setattr(compiler, "_run", record)
+    for _ in range(2):
+        library._load.cache_clear()
+        library.load_soon([LINEAR])
+        assert library.load(LINEAR).target
+    assert len(threads) == 1 and threads[0].startswith("paged_jax compiler")
+
+
+def test_load_reports_why_the_compiler_failed_in_the_background(fresh, monkeypatch) -> None:
+    monkeypatch.setenv("CXX", "false")
+    library.load_soon([LINEAR])
+    assert library.load(LINEAR).why_not.startswith("false says: ")
+
+
+def test_engines_compile_the_kernels_that_they_need_in_the_background() -> None:
+    program = """
+        from paged_jax import LLM, SamplingParams
+        from paged_jax.kernels.cpu import library
+
+        soon, loaded = [], []
+        load_soon, load = library.load_soon, library._load
+        library.load_soon = lambda kernels: (soon.extend(kernels), load_soon(kernels))
+        library._load = lambda kernel: (loaded.append(kernel), load(kernel))[1]
+        LLM(dtype="int8").generate(["A text"], SamplingParams(max_tokens=2))
+        print(*soon, sep="; ")
+        print(*(kernel for kernel in dict.fromkeys(loaded) if kernel in soon), sep="; ")
+        print(*(kernel.op for kernel in dict.fromkeys(loaded) if kernel not in soon))
+    """
+    soon, loaded, others = run_on_devices(program, num_devices=1).splitlines()
+    assert soon == loaded  # in the same order
+    assert others == "linear"  # of sums over rows, which the choice of a model layout needs

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from paged_jax.kernels.cpu import library
+from paged_jax.kernels.cpu.compiler import find_compiler
 from paged_jax.kernels.cpu.kernels import Kernel
 from paged_jax.kernels.linear import Stack, grouped_linear, linear
 from paged_jax.kernels.weight_formats import (
@@ -473,7 +474,7 @@ def test_kernels_stay_within_their_arrays(code, dtype, tmp_path) -> None:
     (tmp_path / "program.cc").write_text(_PROGRAM)
     command = library._command(Kernel("quantised_linear", dtype, code))
     command = [x for x in command if x not in ("-shared", "-lm") and not x.endswith(".cc")]
-    build = [*library._compiler(), *command, f"-I{library._SOURCE}", f"-DSIZES={sizes}"]
+    build = [*find_compiler(), *command, f"-I{library._SOURCE}", f"-DSIZES={sizes}"]
     program = str(tmp_path / "program")
     subprocess.run([*build, f"{program}.cc", "-o", program], check=True, timeout=120)
     subprocess.run([program], check=True, timeout=120)

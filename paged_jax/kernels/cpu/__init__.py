@@ -41,6 +41,8 @@ from paged_jax.kernels.cpu.kernels import (
     Kernel,
     attention_attributes,
     kernel_code,
+    list_kernels,
+    matmul_kernel,
 )
 from paged_jax.kernels.cpu.library import Arrays, Attributes, PlainFunction, call, load
 from paged_jax.kernels.dispatch import general_backend
@@ -58,9 +60,6 @@ _MAX_KEY_DIM = 1024
 
 _INT8 = jnp.dtype(jnp.int8)
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
-
-# Codes (see `weight_formats.CODES`) with numbers that bfloat16 cannot represent exactly.
-_INEXACT_CODES = ("nf4", "fp4")
 
 # The group size of 4-bit values must be a multiple of this number of inputs, because the
 # kernels process two pairs of inputs at a time (`source/codes.h`).
@@ -120,14 +119,8 @@ def _attend(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array
 
 
 def _quantised_kernel(w: Weight) -> Kernel:
-    """Return the kernel that multiplies by a quantised weight.
-
-    The matmul is in bfloat16 if the dtype of the model is bfloat16 and the values of the code are
-    exact in bfloat16. Otherwise, it is in float32.
-    """
-    is_bfloat16 = w.dtype == jnp.bfloat16 and w.format.code not in _INEXACT_CODES
-    dtype = jnp.dtype(jnp.bfloat16 if is_bfloat16 else jnp.float32)
-    return Kernel("quantised_linear", dtype, kernel_code(w.format.code))
+    """Return the kernel that multiplies by a quantised weight."""
+    return matmul_kernel(w.format.code, w.dtype)
 
 
 def _int8_kernel(w: Weight) -> Kernel:
@@ -451,6 +444,10 @@ class Cpu:
         """Compile the kernel for a call; return why that failed, or None if it succeeded."""
         op = "prefill" if problem.op == "prefill" else "decode"
         return load(Kernel(op, jnp.dtype(problem.pool_dtype))).why_not
+
+    def load_soon(self, codes: Collection[str], dtype: DTypeLike) -> None:
+        """Start to compile the kernels of `list_kernels` in background threads."""
+        library.load_soon(list_kernels(codes, dtype))
 
     def is_available(self) -> bool:
         """Return whether this machine has the C++ kernels, or a compiler for them."""

@@ -5,12 +5,13 @@ A self-test runs a kernel on small arrays, and computes the expected result with
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from paged_jax.kernels.backend import Options
 from paged_jax.kernels.weight_formats import CODES, num_bits
@@ -69,6 +70,43 @@ def kernel_code(code: str) -> str:
       ('int8', 'packed4', 'packed5')
     """
     return f"packed{num_bits(code)}" if code in CODES else code
+
+
+_FLOAT_CODES = ("float32", "bfloat16", "float16")
+# Codes (see `weight_formats.CODES`) with numbers that bfloat16 cannot represent exactly.
+_INEXACT_CODES = ("nf4", "fp4")
+
+
+def matmul_kernel(code: str, dtype: DTypeLike) -> Kernel:
+    """Return the kernel that multiplies by weights with a code, in a model with a float dtype.
+
+    With quantised weights, the matmul is in bfloat16 if `dtype` is bfloat16 and the numbers of the
+    code are exact in bfloat16. Otherwise, it is in float32.
+
+    Args:
+      code: code of the weights, see `WeightFormat`.
+      dtype: float dtype of the model.
+    """
+    if code in _FLOAT_CODES:
+        return Kernel("linear", jnp.dtype(code))
+    is_bfloat16 = jnp.dtype(dtype) == jnp.bfloat16 and code not in _INEXACT_CODES
+    return Kernel(
+        "quantised_linear",
+        jnp.dtype(jnp.bfloat16 if is_bfloat16 else jnp.float32),
+        kernel_code(code),
+    )
+
+
+def list_kernels(codes: Iterable[str], dtype: DTypeLike) -> list[Kernel]:
+    """Return the kernels of an engine, in the order in which it needs them.
+
+    Args:
+      codes: codes of the model's matrices.
+      dtype: float dtype of the model, and of the K and V in the cache.
+    """
+    matmuls = dict.fromkeys(matmul_kernel(code, dtype) for code in codes)
+    ops: tuple[FloatOp, ...] = ("set_rows", "zeros", "prefill", "decode")
+    return [*matmuls, *(Kernel(op, jnp.dtype(dtype)) for op in ops)]
 
 
 def attention_attributes(

@@ -2,8 +2,9 @@
 
 There is one shared library for each kernel and dtype. When a program first needs it, it is compiled
 in about two seconds, for the processor of this machine and with the headers of the installed
-jaxlib. It must pass a self-test before programs call it. If it does, it is stored in the user's
-cache folder, under a name with two digests::
+jaxlib. An engine starts to compile its kernels in background threads before it reads weights. A
+library must pass a self-test before programs call it. If it does, it is stored in the user's cache
+folder, under a name with two digests::
 
     paged_jax_decode_float32_0123456789abcdef.0f1e2d3c....so
     `------- target: kernel, inputs --------' `-- content --'
@@ -27,13 +28,9 @@ import logging
 import os
 import platform
 import re
-import shlex
 import shutil
-import subprocess
-import sys
-import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -47,6 +44,13 @@ from jax.interpreters import batching, mlir
 
 from paged_jax import user_cache
 from paged_jax.kernels.backend import Options
+from paged_jax.kernels.cpu.compiler import (
+    Unavailable,
+    build_folder,
+    compile_in_background,
+    compile_library,
+    temporary_folder,
+)
 from paged_jax.kernels.cpu.kernels import (
     CODE_ELEMENTS,
     ELEMENTS,
@@ -63,7 +67,6 @@ _logger = logging.getLogger(__name__)
 SWITCH = "PAGED_JAX_CPU_KERNELS"
 
 _SOURCE = Path(__file__).parent / "source"
-_TIMEOUT = 120.0  # maximum duration of a compiler run in seconds
 
 
 class LoadedKernel(NamedTuple):
@@ -78,10 +81,6 @@ class LoadedKernel(NamedTuple):
     why_not: str | None
 
 
-class _Unavailable(Exception):
-    """Raised if a kernel cannot be compiled, loaded or used. The message is the reason."""
-
-
 def load(kernel: Kernel) -> LoadedKernel:
     """Compile a kernel, unless the cache has it, and register it with XLA.
 
@@ -89,6 +88,18 @@ def load(kernel: Kernel) -> LoadedKernel:
     """
     with _LOCK:
         return _load(kernel)
+
+
+def load_soon(kernels: Iterable[Kernel]) -> None:
+    """Start to compile kernels that the cache does not have. `load` waits for them.
+
+    Several kernels are compiled at a time, in background threads, in the given order.
+    """
+    if os.environ.get(SWITCH) == "0":
+        return
+    for kernel in kernels:
+        command = _command(kernel)
+        compile_in_background(command, functools.partial(_is_cached, kernel, command))
 
 
 def targets() -> list[str]:
@@ -164,8 +175,8 @@ def _load(kernel: Kernel) -> LoadedKernel:
         return LoadedKernel(None, f"{SWITCH} is 0")
     try:
         return LoadedKernel(_find_or_compile(kernel), None)
-    except (_Unavailable, OSError) as error:
-        is_expected = isinstance(error, _Unavailable)
+    except (Unavailable, OSError) as error:
+        is_expected = isinstance(error, Unavailable)
         reason = str(error) if is_expected else f"a file could not be read: {error}"
         _MISSING.add(kernel)
         _warn(reason)
@@ -186,15 +197,21 @@ def _find_or_compile(kernel: Kernel) -> str:
     folder = user_cache.cache_folder("kernels")
     if folder is not None and _register_cached(kernel, target, folder):
         return target
-    with _build_folder(folder) as temporary:
+    with build_folder(folder) as temporary:
         path = Path(temporary) / f"{target}.so"
-        _compile(command, path)
+        compile_library(command, path)
         _register_new(kernel, target, path, folder)
         _check(kernel, target)
         if folder is not None:
             content = path.read_bytes()
             user_cache.write(folder / _cached_name(target, content), content)
     return target
+
+
+def _is_cached(kernel: Kernel, command: list[str]) -> bool:
+    folder = user_cache.cache_folder("kernels")
+    pattern = f"{_prefix(kernel)}{_digest(command)}.*"
+    return folder is not None and any(folder.glob(pattern))
 
 
 def _register_cached(kernel: Kernel, target: str, folder: Path) -> bool:
@@ -214,7 +231,7 @@ def _register_cached(kernel: Kernel, target: str, folder: Path) -> bool:
             continue
         try:
             _register(kernel, target, path)
-        except _Unavailable as error:
+        except Unavailable as error:
             _logger.info("%s is compiled again: %s.", path.name, error)
             continue
         return True
@@ -225,21 +242,6 @@ def _cached_name(target: str, content: bytes) -> str:
     return f"{target}.{hashlib.sha256(content).hexdigest()[:32]}.so"
 
 
-def _build_folder(cache_folder: Path | None) -> "tempfile.TemporaryDirectory[str]":
-    """Create a temporary folder to compile in.
-
-    It is in the cache folder if the default folder for temporary files is not usable.
-    """
-    for parent in (None, cache_folder):
-        with contextlib.suppress(OSError):
-            return _temporary_folder(parent)
-    raise _Unavailable("there is no folder to compile in: make /tmp writable, or set TMPDIR")
-
-
-def _temporary_folder(parent: Path | None) -> "tempfile.TemporaryDirectory[str]":
-    return tempfile.TemporaryDirectory(prefix="paged_jax", dir=parent, ignore_cleanup_errors=True)
-
-
 def _register_new(kernel: Kernel, target: str, path: Path, cache_folder: Path | None) -> None:
     """Register a new library. If it cannot be loaded, try again with a copy in the cache folder.
 
@@ -247,10 +249,10 @@ def _register_new(kernel: Kernel, target: str, path: Path, cache_folder: Path | 
     """
     try:
         _register(kernel, target, path)
-    except _Unavailable:
-        with contextlib.suppress(_Unavailable, OSError):
+    except Unavailable:
+        with contextlib.suppress(Unavailable, OSError):
             if cache_folder is not None:
-                with _temporary_folder(cache_folder) as other:
+                with temporary_folder(cache_folder) as other:
                     _register(kernel, target, Path(shutil.copy(path, other)))
                     return
         raise
@@ -258,7 +260,7 @@ def _register_new(kernel: Kernel, target: str, path: Path, cache_folder: Path | 
 
 def _check(kernel: Kernel, target: str) -> None:
     if (failure := _in_a_thread(functools.partial(_find_failure, kernel, target))) is not None:
-        raise _Unavailable(failure)
+        raise Unavailable(failure)
 
 
 def _command(kernel: Kernel) -> list[str]:
@@ -297,43 +299,6 @@ def processor() -> str:
     return "\n".join(lines + sorted({x for x in text.splitlines() if x.startswith(fields)}))
 
 
-def _compiler() -> list[str]:
-    try:
-        named = shlex.split(os.environ.get("CXX", ""))
-    except ValueError as error:
-        raise _Unavailable(f"CXX must be a command, got {os.environ['CXX']}: {error}") from error
-    if named:
-        return named
-    for name in ("c++", "g++", "clang++"):
-        if shutil.which(name):
-            return [name]
-    raise _Unavailable("there is no C++ compiler: install g++ or clang++, or set CXX to a compiler")
-
-
-def _compile(command: list[str], path: Path) -> None:
-    if sys.platform == "win32":
-        raise _Unavailable("Windows is not supported")
-    compiler = _compiler()
-    try:
-        subprocess.run(
-            [*compiler, *command, "-o", str(path)],
-            check=True, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT,
-            stdin=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(path.parent)},
-        )  # fmt: skip
-    except subprocess.CalledProcessError as error:
-        lines = [line for line in error.stderr.splitlines() if line.strip()]
-        said = [line for line in lines if "error" in line or "failed" in line] or lines[-1:]
-        text = said[0] if said else f"exit status {error.returncode}"
-        # Remove file names from the message, so that it is the same for all kernels and is logged
-        # once.
-        text = text.replace(str(path), "the file").replace(command[-2], "the source")
-        raise _Unavailable(f"{compiler[0]} says: {text}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise _Unavailable(f"{compiler[0]} could not be run: {error}") from error
-    if not path.is_file():
-        raise _Unavailable(f"{compiler[0]} wrote no file")
-
-
 def _register(kernel: Kernel, target: str, path: Path) -> None:
     if target in _REGISTERED:
         return
@@ -341,12 +306,12 @@ def _register(kernel: Kernel, target: str, path: Path) -> None:
         function = getattr(ctypes.CDLL(str(path)), f"paged_jax_{kernel.op}")
     except (OSError, AttributeError) as error:
         text = str(error).replace(str(path), "the file")
-        raise _Unavailable(f"a library could not be loaded: {text}") from error
+        raise Unavailable(f"a library could not be loaded: {text}") from error
     try:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
     except Exception as error:  # for example, XLA has another version of the FFI than the kernel
         text = str(error).replace(target, "the kernel")
-        raise _Unavailable(f"XLA does not accept a kernel: {text}") from error
+        raise Unavailable(f"XLA does not accept a kernel: {text}") from error
     _REGISTERED.add(target)
 
 

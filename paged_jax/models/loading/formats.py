@@ -13,7 +13,11 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.linear import reads_interleaved_rows, reads_stacked_weights
+from paged_jax.kernels.linear import (
+    load_kernels_soon,
+    reads_interleaved_rows,
+    reads_stacked_weights,
+)
 from paged_jax.kernels.weight_formats import WeightFormat, common_format, divide_groups
 from paged_jax.kernels.weight_packing import PACKED_INPUTS
 from paged_jax.models.config import LlamaConfig
@@ -192,6 +196,8 @@ def interleave_rows(
       dtype: float dtype of the model.
     """
     chosen = {name: formats[name] for name in shapes if is_matrix(name)}
+    # The kernels decide about each format, so they are loaded below.
+    load_kernels_soon("cpu", dict.fromkeys(each.code for each in chosen.values()), dtype)
     for name, format in chosen.items():
         # Each expert has a matrix. `kv_b_proj` is also read as floats.
         shape = shapes[name][1:] if ".experts_" in name else shapes[name]
