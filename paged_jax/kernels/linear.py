@@ -130,16 +130,14 @@ def copies_weights(platform: str, dtype: DTypeLike, *, has_experts: bool) -> boo
     return platform == "cpu" and cpu_backend().copies_weights(dtype, has_experts=has_experts)
 
 
-def load_kernels_soon(platform: str, codes: Collection[str], dtype: DTypeLike) -> None:
-    """Start to compile the kernels for an engine in the background, if the platform needs it.
+def load_kernels_soon(codes: Collection[str], dtype: DTypeLike) -> None:
+    """Start to compile an engine's C++ kernels for CPUs in background threads.
 
     Args:
-      platform: see `copies_weights`.
       codes: codes of the model's matrices, see `WeightFormat`.
       dtype: float dtype of the model.
     """
-    if platform == "cpu":
-        cpu_backend().load_soon(codes, dtype)
+    cpu_backend().load_soon(codes, dtype)
 
 
 def reads_stacked_weights(platform: str) -> bool:

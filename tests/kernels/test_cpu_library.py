@@ -46,7 +46,7 @@ def fresh(monkeypatch, tmp_path):
     forgetful = functools.cache(library._load.__wrapped__)
     monkeypatch.setattr(library, "_load", forgetful)
     monkeypatch.setattr(library, "_MISSING", set())
-    monkeypatch.setattr(compiler, "_RUNNING", {})
+    monkeypatch.setattr(compiler, "_JOBS", {})
     library._warn.cache_clear()
     return tmp_path
 
@@ -359,8 +359,7 @@ def test_load_works_if_the_cache_folder_accepts_no_file(fresh, compiled, monkeyp
     assert len(compiled) == 2 and not kept_files(fresh)
 
 
-def test_kernels_are_compiled_in_the_background(fresh, compiled, monkeypatch) -> None:
-    """If they are in the cache, `load_soon` does nothing."""
+def test_kernels_are_compiled_in_the_background(fresh, unregistered, compiled, monkeypatch) -> None:
     run, threads = compiler._run, []
 
     def record(command: list[str], path: Path) -> None:
@@ -368,17 +367,37 @@ def test_kernels_are_compiled_in_the_background(fresh, compiled, monkeypatch) ->
         run(command, path)
 
     monkeypatch.setattr(compiler, "_run", record)
-    for _ in range(2):
-        library._load.cache_clear()
-        library.load_soon([LINEAR])
-        assert library.load(LINEAR).target
-    assert len(threads) == 1 and threads[0].startswith("paged_jax compiler")
-
-
-def test_load_reports_why_the_compiler_failed_in_the_background(fresh, monkeypatch) -> None:
-    monkeypatch.setenv("CXX", "false")
     library.load_soon([LINEAR])
-    assert library.load(LINEAR).why_not.startswith("false says: ")
+    assert len(compiler._JOBS) == 1
+    assert library.load(LINEAR).target and not compiler._JOBS
+    assert len(threads) == 1 and threads[0].startswith("paged_jax compiler")
+    library.load_soon([LINEAR])  # it is loaded
+    monkeypatch.setattr(library, "_REGISTERED", set())
+    library.load_soon([LINEAR])  # it is in the cache
+    assert not compiler._JOBS
+
+
+def test_load_reports_why_the_compiler_failed_in_the_background(
+    fresh, unregistered, monkeypatch
+) -> None:
+    monkeypatch.setenv("CXX", "false")
+    for _ in range(2):  # a failed kernel is not compiled again
+        library.load_soon([LINEAR])
+        assert library.load(LINEAR).why_not.startswith("false says: ")
+        assert not compiler._JOBS
+
+
+def test_the_end_of_a_process_waits_only_for_running_compilers() -> None:
+    program = """
+        import threading, time
+        from paged_jax.kernels.cpu import compiler
+
+        compiler._limit = lambda limit=threading.Semaphore(): limit
+        compiler._run = lambda command, path: (time.sleep(1), print(command[0]))
+        for i in range(9):
+            compiler.compile_in_background([str(i)], None)
+    """
+    assert run_on_devices(program, num_devices=1) in ("", "0\n")
 
 
 def test_engines_compile_the_kernels_that_they_need_in_the_background() -> None:
@@ -397,4 +416,4 @@ def test_engines_compile_the_kernels_that_they_need_in_the_background() -> None:
     """
     soon, loaded, others = run_on_devices(program, num_devices=1).splitlines()
     assert soon == loaded  # in the same order
-    assert others == "linear"  # of sums over rows, which the choice of a model layout needs
+    assert others == "linear"  # `sum_rows` uses this kernel

@@ -1,5 +1,6 @@
 """Runs of the C++ compiler that builds the kernels for CPUs."""
 
+import atexit
 import concurrent.futures
 import contextlib
 import functools
@@ -9,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import threading
 from pathlib import Path
 
 _TIMEOUT = 120.0  # maximum duration of a compiler run in seconds
@@ -19,50 +20,82 @@ class Unavailable(Exception):
     """Raised if a kernel cannot be compiled, loaded or used. The message is the reason."""
 
 
-# Libraries that background threads compile, by command. The result is None if there is no need.
-_RUNNING: dict[tuple[str, ...], concurrent.futures.Future[bytes | None]] = {}
+# Background compilations by command. The result is the content of the library.
+_JOBS: dict[tuple[str, ...], concurrent.futures.Future[bytes]] = {}
+_LOCK = threading.Lock()
 
 
-def compile_in_background(command: list[str], is_needless: Callable[[], bool]) -> None:
-    """Start to compile a library. `compile_library` with the same command waits for it.
+def compile_in_background(command: list[str], cache_folder: Path | None) -> None:
+    """Start to compile a library in a background thread. `compile_library` waits for it.
 
     Args:
-      command: arguments of the compiler, without the output file.
-      is_needless: called in the background; the library is not compiled if the result is True.
+      command: arguments of the compiler, without the output file. The last but one is the source.
+      cache_folder: see `build_folder`.
     """
-    if tuple(command) not in _RUNNING:
-        job = _threads().submit(_compile_if_needed, command, is_needless)
-        _RUNNING[tuple(command)] = job
+    with _LOCK:
+        if tuple(command) in _JOBS:
+            return
+        job: concurrent.futures.Future[bytes] = concurrent.futures.Future()
+        thread = threading.Thread(
+            target=_do, args=(job, command, cache_folder), name="paged_jax compiler", daemon=True
+        )
+        with contextlib.suppress(RuntimeError):  # no thread can be started
+            thread.start()
+            _JOBS[tuple(command)] = job
 
 
 @functools.cache
-def _threads() -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "paged_jax compiler")
+def _limit() -> threading.Semaphore:
+    """Return a semaphore that limits how many compilers run at a time; each takes 160 MB."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return threading.Semaphore(min(num_cores or 1, 4))
 
 
-def _compile_if_needed(command: list[str], is_needless: Callable[[], bool]) -> bytes | None:
-    if is_needless():
-        return None
-    with build_folder(None) as temporary:
-        path = Path(temporary) / "library.so"
-        _run(command, path)
-        return path.read_bytes()
+def _do(
+    job: concurrent.futures.Future[bytes], command: list[str], cache_folder: Path | None
+) -> None:
+    with _limit():
+        if not job.set_running_or_notify_cancel():
+            return
+        try:
+            with build_folder(cache_folder) as temporary:
+                path = Path(temporary) / "library.so"
+                _run(command, path)
+                job.set_result(path.read_bytes())
+        except Exception as error:
+            job.set_exception(error)
+
+
+@atexit.register
+def _end_jobs() -> None:
+    """Cancel the jobs that wait, and let the others delete their temporary folders."""
+    concurrent.futures.wait([job for job in _JOBS.values() if not job.cancel()])
+
+
+def _forget_jobs() -> None:
+    """Forget the jobs of the parent process. A forked process does not have their threads."""
+    _JOBS.clear()
+    _limit.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_jobs)
 
 
 def compile_library(command: list[str], path: Path) -> None:
-    """Compile the library `path`, or take it from `compile_in_background`.
+    """Compile the library `path`, or wait for `compile_in_background` with the same command.
 
     Raises:
       Unavailable: the library cannot be compiled.
+      OSError: a file cannot be written.
     """
-    job, content = _RUNNING.pop(tuple(command), None), None
-    if job is not None:
-        with contextlib.suppress(Unavailable, OSError):  # try again below, which finds the reason
-            content = job.result()
-    if content is None:
-        _run(command, path)
-    else:
-        path.write_bytes(content)
+    job = _JOBS.get(tuple(command))
+    if job is None:
+        return _run(command, path)
+    try:
+        path.write_bytes(job.result())
+    finally:
+        _JOBS.pop(tuple(command), None)
 
 
 def build_folder(cache_folder: Path | None) -> "tempfile.TemporaryDirectory[str]":

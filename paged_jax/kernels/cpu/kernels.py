@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.backend import Options
-from paged_jax.kernels.weight_formats import CODES, num_bits
+from paged_jax.kernels.weight_formats import CODES, FLOAT_CODES, num_bits
 from paged_jax.kernels.weight_packing import SECTION_INPUTS, interleave, join_levels, pack
 
 # Maps the dtypes of weights and pools to the names of the corresponding types in the C++ sources.
@@ -57,7 +57,7 @@ class Kernel(NamedTuple):
 
     @property
     def input_dtype(self) -> Any:
-        """Dtype of the inputs of a matmul: bfloat16 if the weights are bfloat16, else float32."""
+        """Dtype of the inputs of a matmul kernel: bfloat16 for bfloat16 weights, else float32."""
         is_bfloat16 = self.op == "linear" and self.dtype == jnp.bfloat16
         return jnp.dtype(jnp.bfloat16 if is_bfloat16 else jnp.float32)
 
@@ -72,7 +72,6 @@ def kernel_code(code: str) -> str:
     return f"packed{num_bits(code)}" if code in CODES else code
 
 
-_FLOAT_CODES = ("float32", "bfloat16", "float16")
 # Codes (see `weight_formats.CODES`) with numbers that bfloat16 cannot represent exactly.
 _INEXACT_CODES = ("nf4", "fp4")
 
@@ -87,7 +86,7 @@ def matmul_kernel(code: str, dtype: DTypeLike) -> Kernel:
       code: code of the weights, see `WeightFormat`.
       dtype: float dtype of the model.
     """
-    if code in _FLOAT_CODES:
+    if code in FLOAT_CODES:
         return Kernel("linear", jnp.dtype(code))
     is_bfloat16 = jnp.dtype(dtype) == jnp.bfloat16 and code not in _INEXACT_CODES
     return Kernel(
@@ -98,11 +97,13 @@ def matmul_kernel(code: str, dtype: DTypeLike) -> Kernel:
 
 
 def list_kernels(codes: Iterable[str], dtype: DTypeLike) -> list[Kernel]:
-    """Return the kernels of an engine, in the order in which it needs them.
+    """Return the kernels that an engine usually needs, in this order.
+
+    With a quantised cache, with int8 activations or with recurrent layers, it needs others as well.
 
     Args:
       codes: codes of the model's matrices.
-      dtype: float dtype of the model, and of the K and V in the cache.
+      dtype: float dtype of the model.
     """
     matmuls = dict.fromkeys(matmul_kernel(code, dtype) for code in codes)
     ops: tuple[FloatOp, ...] = ("set_rows", "zeros", "prefill", "decode")

@@ -2,9 +2,9 @@
 
 There is one shared library for each kernel and dtype. When a program first needs it, it is compiled
 in about two seconds, for the processor of this machine and with the headers of the installed
-jaxlib. An engine starts to compile its kernels in background threads before it reads weights. A
-library must pass a self-test before programs call it. If it does, it is stored in the user's cache
-folder, under a name with two digests::
+jaxlib. Loading a model for an engine starts to compile its kernels in background threads, see
+`load_soon`. A library must pass a self-test before programs call it. If it does, it is stored in
+the user's cache folder, under a name with two digests::
 
     paged_jax_decode_float32_0123456789abcdef.0f1e2d3c....so
     `------- target: kernel, inputs --------' `-- content --'
@@ -91,21 +91,27 @@ def load(kernel: Kernel) -> LoadedKernel:
 
 
 def load_soon(kernels: Iterable[Kernel]) -> None:
-    """Start to compile kernels that the cache does not have. `load` waits for them.
+    """Start to compile kernels that this process has not loaded, and that the cache does not have.
 
-    Several kernels are compiled at a time, in background threads, in the given order.
+    Several kernels are compiled at a time, in background threads, in the given order. `load` waits
+    for its kernel.
     """
     if os.environ.get(SWITCH) == "0":
         return
+    folder = user_cache.cache_folder("kernels")
     for kernel in kernels:
         command = _command(kernel)
-        compile_in_background(command, functools.partial(_is_cached, kernel, command))
+        with contextlib.suppress(OSError):  # `load` reports missing sources
+            target = _target(kernel, command)
+            is_cached = folder is not None and any(folder.glob(f"{target}.*"))
+            if not (is_cached or target in _REGISTERED or kernel in _MISSING):
+                compile_in_background(command, folder)
 
 
 def targets() -> list[str]:
     """Return the FFI targets of all kernels on this machine, whether they are loaded or not."""
     try:
-        return [_prefix(kernel) + _digest(_command(kernel)) for kernel in _kernels()]
+        return [_target(kernel, _command(kernel)) for kernel in _kernels()]
     except OSError:  # an installation without the sources has no kernels
         return []
 
@@ -191,9 +197,7 @@ def _warn(reason: str) -> None:
 
 def _find_or_compile(kernel: Kernel) -> str:
     command = _command(kernel)
-    # The name of the target contains the digest, so that a cached program never calls another
-    # version of the kernel.
-    target = _prefix(kernel) + _digest(command)
+    target = _target(kernel, command)
     folder = user_cache.cache_folder("kernels")
     if folder is not None and _register_cached(kernel, target, folder):
         return target
@@ -206,12 +210,6 @@ def _find_or_compile(kernel: Kernel) -> str:
             content = path.read_bytes()
             user_cache.write(folder / _cached_name(target, content), content)
     return target
-
-
-def _is_cached(kernel: Kernel, command: list[str]) -> bool:
-    folder = user_cache.cache_folder("kernels")
-    pattern = f"{_prefix(kernel)}{_digest(command)}.*"
-    return folder is not None and any(folder.glob(pattern))
 
 
 def _register_cached(kernel: Kernel, target: str, folder: Path) -> bool:
@@ -279,6 +277,11 @@ def _command(kernel: Kernel) -> list[str]:
         "-shared", "-fPIC", *types, f"-I{jax.ffi.include_dir()}",
         str(_SOURCE / f"{kernel.op}.cc"), "-lm",
     ]  # fmt: skip
+
+
+def _target(kernel: Kernel, command: list[str]) -> str:
+    # The digest ensures that a cached program never calls another version of the kernel.
+    return _prefix(kernel) + _digest(command)
 
 
 def _digest(command: list[str]) -> str:

@@ -196,8 +196,8 @@ def interleave_rows(
       dtype: float dtype of the model.
     """
     chosen = {name: formats[name] for name in shapes if is_matrix(name)}
-    # The kernels decide about each format, so they are loaded below.
-    load_kernels_soon("cpu", dict.fromkeys(each.code for each in chosen.values()), dtype)
+    # `reads_interleaved_rows` waits for the kernel of each format, so start to compile all of them.
+    load_kernels_soon(dict.fromkeys(each.code for each in chosen.values()), dtype)
     for name, format in chosen.items():
         # Each expert has a matrix. `kv_b_proj` is also read as floats.
         shape = shapes[name][1:] if ".experts_" in name else shapes[name]

@@ -78,6 +78,7 @@ inline void multiply(
     for (int m = 0; m < M; m++) input[m] = x[m] + i;
     add_step<Form, R, M>(total, row, input);
   }
+  // With fewer dot products, `sum_block` would mostly add zeros.
   if constexpr (R * M > 8 && LANES == 16) return sum_block(total, &out[0][0]);
 #pragma GCC unroll 8
   for (int m = 0; m < M; m++) {

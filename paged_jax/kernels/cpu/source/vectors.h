@@ -230,7 +230,7 @@ using Float16 = SmallFloat<uint16_t, 5, 10, true>;
 #endif
 
 #if defined(__AVX512F__)
-// Takes every second of the numbers in two vectors, from `first` on.
+// Returns the numbers at even (`first` is 0) or odd (1) positions of two consecutive vectors.
 inline Floats every_second(Floats x, Floats y, int first) {
   const Ints even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
   return (Floats)_mm512_permutex2var_ps((__m512)x, (__m512i)(even + first), (__m512)y);

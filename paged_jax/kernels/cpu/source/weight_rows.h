@@ -23,7 +23,7 @@ struct FormFor<Bfloat16> {
 };
 #endif
 using Form = FormFor<Type>::Form;
-// Number in x. With bfloat16 weights, x is bfloat16, also on processors without `InBfloat16`.
+// Element type of x: bfloat16 if the weights are bfloat16 (on all processors), else float32.
 template <class>
 struct InputOf {
   using Number = float;
@@ -132,7 +132,7 @@ bool is_zero(const Number* row, int count) {
   return i == count;
 }
 
-// Whether the inputs of `Form` have the type and order of numbers in x.
+// Whether x has the type and the order of the inputs of `Form`.
 constexpr bool IS_SAME = sizeof(Form::Input) == sizeof(Number) && (sizeof(Number) == 2 || Type::IN_ORDER);
 
 // Copies a row of x in the order of `Form`, padded with zeros.
