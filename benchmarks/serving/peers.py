@@ -127,7 +127,7 @@ def _run_ours(
     engine = make_engine(model, EngineSizes(**job["sizes"]), "paged, prefix cache")
     warm_up(engine, warmup)
     engine.reset_prefix_cache()
-    # `warm_up` runs small batches only. Compile the programs for all requests at once.
+    # `warm_up` runs only small batches. Also compile the programs for a batch of all requests.
     serve(engine, warmup)
     engine.reset_prefix_cache()
     cpu_start = time.process_time()

@@ -284,7 +284,7 @@ def test_load_compiles_an_undamaged_kernel_again_if_it_cannot_be_loaded(
 ) -> None:
     """Containers with different operating systems may share the cache folder."""
     command = library._command(LINEAR)
-    target = library._prefix(LINEAR) + library._digest(command)
+    target = library._target(LINEAR, command)
     own, other = f"-I{jax.ffi.include_dir()}", f"-I{newer_interface}"
     compile_library([other if x == own else x for x in command], fresh / "other.so")
     folder = library.user_cache.cache_folder("kernels")

@@ -269,10 +269,7 @@ def _copies_weights(dtype: DTypeLike, *, has_experts: bool) -> bool:
     """Implement `paged_jax.kernels.linear.copies_weights` for this machine."""
     dtype = jnp.dtype(dtype)
     copied = (jnp.float16, jnp.int8, jnp.bfloat16) if has_experts else (jnp.float16, jnp.int8)
-    kernel = Kernel("linear", dtype)
-    if dtype == jnp.int8:
-        kernel = Kernel("quantised_linear", jnp.dtype(jnp.bfloat16), "int8")
-    return dtype in copied and load(kernel).target is None
+    return dtype in copied and load(matmul_kernel(dtype.name, jnp.bfloat16)).target is None
 
 
 def _sum_rows(x: jax.Array) -> jax.Array:

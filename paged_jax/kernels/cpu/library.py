@@ -286,9 +286,15 @@ def _target(kernel: Kernel, command: list[str]) -> str:
 
 def _digest(command: list[str]) -> str:
     """Return a digest of the sources, compiler command, version of jaxlib, and processor."""
-    parts = [path.read_bytes() for path in sorted(_SOURCE.iterdir())]
-    parts += [text.encode() for text in (*command, jaxlib.version.__version__, processor())]
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    digest = _hash_sources(_SOURCE).copy()
+    for text in (*command, jaxlib.version.__version__, processor()):
+        digest.update(b"\0" + text.encode())
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def _hash_sources(folder: Path) -> "hashlib._Hash":
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in sorted(folder.iterdir())))
 
 
 def processor() -> str:

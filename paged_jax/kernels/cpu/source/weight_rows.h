@@ -5,6 +5,8 @@
 // arithmetic units work at the same time.
 #pragma once
 
+#include <type_traits>
+
 #include "frame.h"
 #include "products.h"
 
@@ -24,15 +26,7 @@ struct FormFor<Bfloat16> {
 #endif
 using Form = FormFor<Type>::Form;
 // Element type of x: bfloat16 if the weights are bfloat16 (on all processors), else float32.
-template <class>
-struct InputOf {
-  using Number = float;
-};
-template <>
-struct InputOf<Bfloat16> {
-  using Number = uint16_t;
-};
-using Number = InputOf<Type>::Number;
+using Number = std::conditional_t<std::is_same_v<Type, Bfloat16>, uint16_t, float>;
 // Number of rows of weights, and of x, in a block. Their sums fill most of the registers.
 constexpr int ROWS = LANES == 16 ? 4 : 3;
 constexpr int INPUTS = 4;
@@ -132,8 +126,8 @@ bool is_zero(const Number* row, int count) {
   return i == count;
 }
 
-// Whether x has the type and the order of the inputs of `Form`.
-constexpr bool IS_SAME = sizeof(Form::Input) == sizeof(Number) && (sizeof(Number) == 2 || Type::IN_ORDER);
+// Whether x has the type of the inputs of `Form`, and so their order: only bfloat16 weights have another order.
+constexpr bool IS_SAME = std::is_same_v<Form::Input, Number>;
 
 // Copies a row of x in the order of `Form`, padded with zeros.
 void prepare(Form::Input* to, const Number* from, int count) {
