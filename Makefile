@@ -7,8 +7,18 @@ BIN := $(VENV)/bin
 # because the tests of a file share engines, servers and traced programs. The most expensive files
 # run first (tests/support/durations.py), so that all processes end at about the same time.
 PARALLEL := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-# Additional options of pytest for `test`, such as --check-durations.
+# Additional options of pytest for `test` and `test-all`, such as -k NAME.
 TEST_OPTIONS ?=
+# Folder for the XML reports of the test runs and the cost of each file; none by default.
+RESULTS ?=
+# File with exact versions of the packages to install, such as .ci/locks/3.11.txt; none by default.
+LOCK ?=
+PIP = $(BIN)/python -m pip install --quiet --no-compile $(if $(LOCK),--constraint $(LOCK))
+
+# The core has one test of every kind of thing, and needs neither torch nor other peers. `make aot` runs
+# the tests that need the compilers for GPUs and TPUs.
+CORE := not slow and not peers and not aot
+FULL := not aot
 
 # The compilers for GPUs and TPUs have their own environment, in which `import jax` looks for devices.
 AOT_VENV ?= .venv-aot
@@ -20,7 +30,7 @@ AOT_TESTS ?= tests/kernels/test_aot_gpu.py tests/kernels/test_aot_other_gpus.py 
 # Additional options of pytest for `aot`, such as -m "not slow": all kernels, in fewer sizes.
 AOT_OPTIONS ?=
 
-.PHONY: demo demo-chat test quick durations lint docs pictures aot bench gpu gpu-list clean
+.PHONY: demo demo-chat test core test-all quick lock lint docs pictures aot bench gpu gpu-list clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m paged_jax.generate --prompt "It is a truth universally acknowledged" --max-tokens 100
@@ -29,40 +39,53 @@ demo: $(VENV)/.demo
 demo-chat: $(VENV)/.chat
 	$(BIN)/python -m paged_jax.chat --model "$$($(BIN)/python examples/fetch_smollm2.py)"
 
-# Most of the time is compilation. Only tests of machine code compile with the default options, in a
-# separate run. All others use --unoptimised, which takes a third of the time.
-test: $(VENV)/.test lint
-	$(BIN)/python -m pytest $(PARALLEL) $(TEST_OPTIONS) -m "not optimised" --unoptimised
-	$(BIN)/python -m pytest $(PARALLEL) $(TEST_OPTIONS) -m optimised
+# Run the tests that a marker expression selects. Most of the time is compilation. Only tests of machine
+# code compile with the default options, in a separate run, which also starts if the first run fails.
+# All others use --unoptimised, which takes a third of the time.
+report = $(if $(RESULTS),--junitxml=$(RESULTS)/$(1).xml --durations-json=$(RESULTS)/durations.json)
+define run_tests
+	status=0; \
+	$(BIN)/python -m pytest $(PARALLEL) $(call report,tests) $(TEST_OPTIONS) -m "$(1) and not optimised" --unoptimised || status=1; \
+	$(BIN)/python -m pytest $(PARALLEL) $(call report,optimised) $(TEST_OPTIONS) -m "$(1) and optimised" || status=1; \
+	exit $$status
+endef
+
+test: lint core
+
+core: $(VENV)/.test
+	@$(call run_tests,$(CORE))
+
+test-all: $(VENV)/.full lint
+	@$(call run_tests,$(FULL))
 
 # Arguments of pytest for `quick`, such as TESTS="tests/sampling -k top_k"; all tests by default.
 TESTS ?=
 
-# Compiled programs are kept for the next run, but not for `test`, which runs as in a fresh clone.
+# The core without lint and without tests of machine code. Compiled programs are kept for the next run,
+# but not for `test`, which runs as in a fresh clone.
 quick: export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/.jax_cache
 quick: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
 quick: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
 quick: $(VENV)/.test
-	$(BIN)/python -m pytest $(if $(TESTS),-n 0,$(PARALLEL)) -m "not slow" --unoptimised $(TESTS)
+	$(BIN)/python -m pytest $(if $(TESTS),-n 0,$(PARALLEL)) -m "$(CORE)" --unoptimised $(TESTS)
 
-# Measure the cost of each test file, and write it to the table in tests/durations.md.
-durations:
-	rm -f durations.json
-	$(MAKE) test TEST_OPTIONS="--durations-json=durations.json"
-	$(BIN)/python -m tests.support.durations durations.json
+# Write the versions that CI installs, with this Python, into .ci/locks.
+lock:
+	.ci/lock $(PYTHON)
 
+# With all packages installed, imports that pyright cannot find are errors.
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyright $(if $(wildcard $(VENV)/.full),--warnings) --pythonpath $(BIN)/python
 
 # Write the tables of the pages, and build the documentation site into site/. Broken links are errors.
-docs: $(VENV)/.test
+docs: $(VENV)/.full
 	JAX_PLATFORMS=cpu $(BIN)/python docs/make_tables.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 # Draw the pictures and plots of the documentation. The results are committed.
-pictures: $(VENV)/.test
+pictures: $(VENV)/.full
 	JAX_PLATFORMS=cpu $(BIN)/python docs/make_pictures.py
 	JAX_PLATFORMS=cpu $(BIN)/python docs/make_cache_picture.py
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.plots
@@ -108,23 +131,31 @@ $(AOT_VENV)/bin/python:
 	$(PYTHON) -m venv --upgrade-deps $(AOT_VENV)
 
 $(VENV)/.demo: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable .
+	$(PIP) --editable .
 	touch $@
 
 $(VENV)/.chat: $(VENV)/.demo
-	$(BIN)/python -m pip install --quiet --editable ".[gguf]"
+	$(PIP) --editable ".[gguf]"
 	touch $@
 
-# Comparisons with transformers skip unless the extra "peers", which is large, is installed.
+# pyright runs on Node.js, which pip can also install.
+EXTRAS := serve,structured,gguf,bench,completion
+NODE := $(shell command -v node >/dev/null || echo "pyright[nodejs]")
+
 $(VENV)/.test: pyproject.toml | $(BIN)/python
-	@echo "installing 2 GB of packages into $(VENV), once; this takes minutes"
-	$(BIN)/python -m pip install --quiet --editable ".[test]" --group dev --group docs
+	@echo "installing 800 MB of packages into $(VENV), once; this takes minutes"
+	$(PIP) --editable ".[$(EXTRAS)]" --group test --group lint $(NODE)
 	touch $@ $(VENV)/.demo
 
-$(VENV)/.bench: $(VENV)/.test
-	$(BIN)/python -m pip install --quiet --editable ".[test,peers,benchmarks]"
+$(VENV)/.full: pyproject.toml | $(BIN)/python
+	@echo "installing 3 GB of packages into $(VENV), once; this takes minutes"
+	$(PIP) --editable ".[$(EXTRAS)]" --group full $(NODE)
+	touch $@ $(VENV)/.test $(VENV)/.demo
+
+$(VENV)/.bench: $(VENV)/.full
+	$(PIP) --editable ".[benchmarks]"
 	touch $@
 
 $(AOT_VENV)/.aot: pyproject.toml | $(AOT_VENV)/bin/python
-	$(AOT_VENV)/bin/python -m pip install --quiet --editable ".[test,aot]" "$(AOT_JAX)"
+	$(AOT_VENV)/bin/python -m pip install --quiet --no-compile $(if $(LOCK),--constraint $(LOCK)) --editable ".[$(EXTRAS),aot]" --group test "$(AOT_JAX)"
 	touch $@

@@ -1,39 +1,38 @@
-"""Common setup of all tests: strict broadcasting, a compilation cache, and real data."""
+"""Common setup of all tests: strict broadcasting, a compilation cache, and real data.
+
+Nothing here imports JAX before a test needs it, because the process that distributes the tests to
+others needs none.
+"""
 
 import gc
+import hashlib
+import importlib.metadata
 import itertools
 import os
+import platform
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
-import jax
 import pytest
 from platformdirs import user_cache_path
 
-from examples import fetch_smollm2
-from paged_jax.models.llama import Llama
-from paged_jax.runner import runner
 from tests.support import ROOT
-from tests.support.tiny_model import save_tiny_model
-from tests.support.workload import full_batch
 
-# The plugin that measures the cost of files, and its tests.
-pytest_plugins = ["tests.support.durations", "pytester"]
+if TYPE_CHECKING:
+    from paged_jax.models.llama import Llama
+
+# The plugins that measure costs and decide what fails, and their tests.
+pytest_plugins = ["tests.support.durations", "tests.support.verdicts", "pytester"]
 
 # The time of an example that compiles depends on the machine.
 hypothesis.settings.register_profile("paged_jax", deadline=None)
 hypothesis.settings.load_profile("paged_jax")
-
-jax.config.update("jax_numpy_rank_promotion", "raise")
-
-# Scripts that set environment variables before they import JAX; doctest would import them in this
-# process.
-collect_ignore = ["support/aot_gpu.py", "support/aot_parallel.py", "support/aot_tpu.py"]
-
 
 # Linux limits a process to 65,530 memory maps (vm.max_map_count). A compiled program uses several,
 # and XLA crashes at the limit.
@@ -71,10 +70,17 @@ _SKIPPED_PASSES = (
 )
 
 
+def _set_jax(name: str, value: object) -> None:
+    """Set an option of JAX in this process and its child processes."""
+    os.environ[name.upper()] = str(value)
+    # Without this module, JAX reads the variable later.
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update(name, value)
+
+
 def _compile_in_less_time() -> None:
     """Reduce optimisation in this process and its child processes."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    _set_jax("jax_disable_most_optimizations", True)
     # XLA reads this variable when the first array is created. One LLVM module per program takes
     # a tenth less CPU time than one per thread.
     flags = [
@@ -84,16 +90,31 @@ def _compile_in_less_time() -> None:
     ]
     # XLA's older fusion emitters take half as long as the MLIR emitters; jax 0.11 no longer has
     # them.
-    if jax.__version_info__ < (0, 11):
+    if importlib.metadata.version("jax").startswith("0.10."):
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+
+
+def _kept_folder(folder: Path) -> str:
+    """Return the part of a folder of kept programs that fits this machine and these packages.
+
+    JAX finds a program by its whole text, options and jaxlib, and the package finds a C++ kernel by
+    its sources, flags and compiler. The folder's name adds what they leave out: the processor.
+    """
+    text = [importlib.metadata.version("jaxlib"), platform.python_version(), platform.machine()]
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        text += sorted({line for line in lines if line.startswith(("model name", "flags"))})
+    return str(folder.resolve() / hashlib.sha256("\n".join(text).encode()).hexdigest()[:16])
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Share compiled programs between all processes of this run, but not with other runs.
 
     An environment variable passes the cache to the workers of pytest-xdist, which start later, and
-    to processes that tests start. If the environment already names a cache, it is used and kept.
+    to processes that tests start. If `PAGED_JAX_CI_CACHE` names a folder, programs are kept there
+    for later runs. If the environment already names a cache of JAX, it is used and kept.
     """
     config.addinivalue_line("filterwarnings", _UNREADABLE)
     if hasattr(config, "workerinput"):
@@ -110,19 +131,45 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(_SMOLLM2, str(user_cache_path("paged_jax", appauthor=False) / "models"))
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
-    config.stash[_CACHE] = tempfile.mkdtemp(prefix="paged_jax_tests_")
-    os.environ["XDG_CACHE_HOME"] = config.stash[_CACHE]  # cache of the C++ kernels
+    if kept := os.environ.get("PAGED_JAX_CI_CACHE"):
+        folder = _kept_folder(Path(kept))
+    else:
+        folder = config.stash[_CACHE] = tempfile.mkdtemp(prefix="paged_jax_tests_")
+    os.environ["XDG_CACHE_HOME"] = folder  # cache of the C++ kernels
     # Programs of any size: writing them took no measurable time.
-    settings = {
-        "jax_compilation_cache_dir": config.stash[_CACHE],
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    for name, value in settings.items():
-        # The first line is for this process, which has imported JAX, the second for child
-        # processes.
-        jax.config.update(name, value)
-        os.environ[name.upper()] = str(value)
+    _set_jax("jax_compilation_cache_dir", folder)
+    _set_jax("jax_persistent_cache_min_compile_time_secs", 0)
+    _set_jax("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files without tests of this run, because importing them takes time.
+
+    These are files without examples in docstrings, and files without `optimised` tests if only
+    those run.
+    """
+    if collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text()
+    is_module = not collection_path.name.startswith("test_")
+    if is_module and ">>> " not in text:
+        return True
+    expression = config.getoption("markexpr").replace("not optimised", "")
+    # `kernels/conftest.py` marks tests without naming the marker in their files.
+    if "optimised" in expression and collection_path.parent.name != "kernels":
+        return is_module or "mark.optimised" not in text or None
+    return None
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Refuse implicit broadcasting in the processes that run tests.
+
+    It is no variable of the environment, because programs that tests start run as users run them.
+    """
+    if hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses", 0):
+        import jax
+
+        jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_collection_finish() -> None:
@@ -158,6 +205,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     is_last = nextitem is None or nextitem.path != item.path
     if _MAPS.exists() and (is_last or next(_TESTS) % 16 == 0):
         if _MAPS.read_bytes().count(b"\n") > (_MAX_MAPS // 2 if is_last else _MAX_MAPS):
+            import jax
+
             jax.clear_caches()
 
 
@@ -173,6 +222,8 @@ def data_dir() -> Path:
 @pytest.fixture(scope="session")
 def smollm2_file() -> Path:
     """Return the GGUF file of a real chat model, which `examples/fetch_smollm2.py` downloads."""
+    from examples import fetch_smollm2
+
     path = Path(os.environ[_SMOLLM2])
     path = path / fetch_smollm2.NAME if path.is_dir() else path
     if not fetch_smollm2.is_smollm2(path):
@@ -183,18 +234,25 @@ def smollm2_file() -> Path:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory) -> Path:
     """Return the Hugging Face folder of the tiny model, which tests must not modify."""
+    from tests.support.tiny_model import save_tiny_model
+
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tiny_folder) -> Llama:
+def tiny_model(tiny_folder) -> "Llama":
     """Return the shared tiny model. A test that changes its weights loads its own."""
+    from paged_jax.models.llama import Llama
+
     return Llama.from_pretrained(tiny_folder)
 
 
 @pytest.fixture
 def padded_rows(monkeypatch) -> None:
     """Let engines pad a single row to all slots, which saves a third of their programs."""
+    from paged_jax.runner import runner
+    from tests.support.workload import full_batch
+
     monkeypatch.setattr(runner, "row_bucket", full_batch)
 
 

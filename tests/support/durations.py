@@ -1,15 +1,16 @@
-"""Cost of each test file: recorded by pytest, kept in tests/durations.md, limited by a budget.
+"""Cost of the tests: recorded by pytest, and limited by a budget for each tier.
 
-This is a pytest plugin. `--durations-json FILE` records a run.
-`python -m tests.support.durations FILE` writes the recorded costs to the table. `--check-durations`
-fails a run if a file costs much more than in the table. CPU-seconds count the test process and the
-child processes that it waited for, so other load has little influence.
+This is a pytest plugin. `--durations-json FILE` adds the cost of a run to a file.
+`python -m tests.support.durations TIER FILE` prints the costs of all files as a table, and fails if
+the tier costs more than its budget. CPU-seconds count the test processes and the child processes
+that they waited for, so other load has little influence. The speed of the machine is measured with
+a fixed piece of work, and the budget is scaled by it.
 """
 
+import argparse
 import json
 import os
-import re
-import statistics
+import subprocess
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
@@ -17,17 +18,35 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support import ROOT
+# CPU-seconds of all tests of a tier, on a machine on which `measure_machine` takes `_MACHINE`.
+BUDGETS = {"core": 1000.0, "full": 2900.0}
+_MACHINE = 4.0
+# Costs vary by about a tenth from run to run, because processes share caches.
+_TOLERANCE = 1.15
 
-DURATIONS = ROOT / "tests" / "durations.md"
-_ROW = re.compile(r"^\| `(?P<file>[^`]+)` \| (?P<tests>\S+) \| (?P<before>\S+) \| (?P<now>\S+) \|$")
-_MARK = "<!-- durations -->\n"
-
-# A file may cost `_FACTOR` times the cost in its row of the table, plus `_SLACK` CPU-seconds. The
-# first file that needs a program compiles it; the programs of an engine take about 30 CPU-seconds.
-_FACTOR, _SLACK = 1.5, 40.0
-# Minimum CPU-seconds of lines that determine the speed of the machine.
-_LONG = 2.0
+# Files with the most expensive tests, which start first so that all processes end at about the same
+# time, in descending order of their cost.
+DEAR_FILES = (
+    "tests/models/test_families.py",
+    "tests/engine/test_quantised_models.py",
+    "tests/engine/test_tensor_parallel.py",
+    "tests/kernels/test_cpu_quantised.py",
+    "tests/test_plan.py",
+    "tests/test_real_model.py",
+    "tests/engine/test_groups.py",
+    "tests/test_docs.py",
+    "tests/models/test_llama.py",
+    "tests/kernels/test_attention.py",
+    "tests/models/test_family_weights.py",
+    "tests/server/test_openapi.py",
+    "tests/models/test_mixers.py",
+    "tests/engine/test_equivalence.py",
+    "tests/test_real_agents.py",
+    "tests/kernels/test_ragged.py",
+)
+# Tests that neither compile nor start a process. They run before all others, so a broken scheduler
+# is reported within seconds.
+HOST_ONLY = ("tests/scheduler/", "tests/support/", "tests/sampling/test_params.py")
 
 
 class Cost(NamedTuple):
@@ -37,95 +56,73 @@ class Cost(NamedTuple):
     wall_seconds: float = 0.0
     cpu_seconds: float = 0.0
 
-
-class Line(NamedTuple):
-    """A line of the table.
-
-    Attributes:
-      num_tests: number of tests in the file.
-      before: cost before files shared programs, as text.
-      now: CPU-seconds.
-    """
-
-    num_tests: int
-    before: str
-    now: float
+    def __add__(self, other: tuple) -> "Cost":
+        return Cost(*map(sum, zip(self, other, strict=True)))
 
 
-def over_budget(
-    costs: Mapping[str, Cost], table: Mapping[str, Line], *, slack: float = _SLACK
-) -> list[str]:
-    """Return a message for each file that costs too much or has no line.
-
-    If most files cost more than their lines, the machine is slower than the machine of the table,
-    and all lines are scaled by the median ratio.
-    """
-    lines = {file: line.now for file, line in table.items()}
-    ratios = [
-        cost.cpu_seconds / lines[file]
-        for file, cost in costs.items()
-        if lines.get(file, 0.0) >= _LONG
+def measure_machine() -> float:
+    """Return the CPU-seconds of importing JAX and compiling a fixed function without a cache."""
+    code = (
+        "import jax, jax.numpy as jnp, os\n"
+        "jax.config.update('jax_enable_compilation_cache', False)\n"
+        "def f(x):\n"
+        "    for i in range(24):\n"
+        "        x = jax.nn.softmax(jnp.sin(x @ x.T) * i, axis=-1) @ x\n"
+        "    return x\n"
+        "jax.jit(jax.grad(lambda x: jnp.sum(f(x)))).lower(jnp.ones((8, 8))).compile()\n"
+        "times = os.times()\n"
+        "print(times.user + times.system)"
+    )
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+        )
+        for _ in range(3)
     ]
-    slowness = max(1.0, statistics.median(ratios)) if ratios else 1.0
-    messages = []
-    for file, cost in sorted(costs.items()):
-        if file not in lines:
-            messages.append(f"{file} has no line; it takes {cost.cpu_seconds:.1f} CPU-seconds")
-        elif cost.cpu_seconds > (limit := _FACTOR * slowness * lines[file] + slack):
-            messages.append(
-                f"{file} takes {cost.cpu_seconds:.1f} CPU-seconds, the limit is {limit:.1f}: "
-                f"{_FACTOR} * {slowness:.2f} (slowness of this machine) * {lines[file]:.1f} (its "
-                f"line) + {slack:.0f}"
-            )
-    return messages
+    return min(float(output.stdout) for output in outputs)
 
 
-def read_table(text: str) -> dict[str, Line]:
-    """Return the lines of the table by file."""
-    rows = filter(None, map(_ROW.match, text.splitlines()))
-    return {row["file"]: Line(int(row["tests"]), row["before"], float(row["now"])) for row in rows}
+def over_budget(tier: str, costs: Mapping[str, Cost], machine: float) -> str | None:
+    """Return a message if a tier costs more than its budget, or None.
+
+    Args:
+      tier: a key of `BUDGETS`.
+      costs: the cost of each file.
+      machine: what `measure_machine` returned on the machine of the run.
+    """
+    total = sum(costs.values(), Cost()).cpu_seconds
+    limit = BUDGETS[tier] * _TOLERANCE * machine / _MACHINE
+    if total <= limit:
+        return None
+    return (
+        f"the {tier} tests take {total:.0f} CPU-seconds, the limit is {limit:.0f}: "
+        f"{BUDGETS[tier]:.0f} (budget) * {_TOLERANCE} * {machine / _MACHINE:.2f} (this machine)"
+    )
 
 
-def write_table(text: str, costs: Mapping[str, Cost]) -> str:
-    """Return ``text`` with a table of ``costs`` in descending order, keeping "Before"."""
-    before, _, after = text.partition(_MARK)
-    old = read_table(after)
-    lines = {
-        file: Line(cost.num_tests, old[file].before if file in old else "-", cost.cpu_seconds)
-        for file, cost in costs.items()
-    }
-    rows = ["| File | Tests | Before | Now |", "| --- | ---: | ---: | ---: |"]
+def table(costs: Mapping[str, Cost]) -> str:
+    """Return a Markdown table of costs in descending order."""
+    rows = ["| File | Tests | CPU-seconds |", "| --- | ---: | ---: |"]
     rows += [
-        f"| `{file}` | {line.num_tests} | {line.before} | {line.now:.1f} |"
-        for file, line in sorted(lines.items(), key=lambda item: -item[1].now)
+        f"| `{file}` | {cost.num_tests} | {cost.cpu_seconds:.1f} |"
+        for file, cost in sorted(costs.items(), key=lambda item: -item[1].cpu_seconds)
     ]
-    num_tests = sum(line.num_tests for line in lines.values())
-    sums = [
-        sum(float(line.before) for line in lines.values() if line.before != "-"),
-        sum(line.now for line in lines.values()),
-    ]
-    rows.append(f"| **all** | **{num_tests}** | **{sums[0]:.0f}** | **{sums[1]:.0f}** |")
-    return before + _MARK + "\n".join(rows) + "\n" + re.sub(r"\A(\|.*\n)*", "", after)
+    total = sum(costs.values(), Cost())
+    rows.append(f"| **all** | **{total.num_tests}** | **{total.cpu_seconds:.0f}** |")
+    return "\n".join(rows)
 
 
-def dearest_first(files: Sequence[str], table: Mapping[str, Line]) -> list[int]:
-    """Return an order of ``files``, one entry per test, with the most expensive first."""
+def start_order(files: Sequence[str]) -> list[int]:
+    """Return an order of ``files``, one entry per test: host-only tests first, then dear files."""
 
-    def cost(index: int) -> float:
-        line = table.get(_row_of(files[index]))
-        # A file without a line may be expensive.
-        return float("inf") if line is None else line.now
+    def rank(file: str) -> int:
+        if file.startswith(HOST_ONLY):
+            return -1
+        return DEAR_FILES.index(file) if file in DEAR_FILES else len(DEAR_FILES)
 
-    return sorted(range(len(files)), key=lambda index: -cost(index))
-
-
-def _add_to_json(path: Path, costs: Mapping[str, Cost]) -> None:
-    """Add the costs of a run to a record of other runs, each of a part of the tests."""
-    total = read_json(path) if path.exists() else {}
-    for file, cost in costs.items():
-        total[file] = Cost(*map(sum, zip(total.get(file, Cost()), cost, strict=True)))
-    files = {file: cost._asdict() for file, cost in sorted(total.items())}
-    path.write_text(json.dumps(files, indent=1) + "\n")
+    return sorted(range(len(files)), key=lambda index: rank(files[index]))
 
 
 def read_json(path: Path) -> dict[str, Cost]:
@@ -133,8 +130,17 @@ def read_json(path: Path) -> dict[str, Cost]:
     return {file: Cost(**cost) for file, cost in json.loads(path.read_text()).items()}
 
 
+def _add_to_json(path: Path, costs: Mapping[str, Cost]) -> None:
+    """Add the costs of a run to a record of other runs, each of a part of the tests."""
+    total = read_json(path) if path.exists() else {}
+    for file, cost in costs.items():
+        total[file] = total.get(file, Cost()) + cost
+    files = {file: cost._asdict() for file, cost in sorted(total.items())}
+    path.write_text(json.dumps(files, indent=1) + "\n")
+
+
 def _row_of(file: str) -> str:
-    """Return the line of a file: its own, or the line of all examples in docstrings."""
+    """Return the row of a file: its own, or the row of all examples in docstrings."""
     return "paged_jax/" if file.startswith("paged_jax/") else file
 
 
@@ -144,42 +150,26 @@ def _row_of(file: str) -> str:
 class _Recorder:
     """Adds up the reports of test processes, in the process that reports to the user."""
 
-    def __init__(self) -> None:
-        self.costs: dict[str, Cost] = {}
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._costs: dict[str, Cost] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         row = _row_of(report.nodeid.partition("::")[0])
-        cost = self.costs.get(row, Cost())
-        self.costs[row] = Cost(
-            cost.num_tests + (report.when == "setup"),
-            cost.wall_seconds + report.duration,
-            cost.cpu_seconds + dict(report.user_properties).get("cpu_seconds", 0.0),
-        )
+        cpu_seconds = dict(report.user_properties).get("cpu_seconds", 0.0)
+        cost = Cost(int(report.when == "setup"), report.duration, cpu_seconds)
+        self._costs[row] = self._costs.get(row, Cost()) + cost
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if path := session.config.getoption("--durations-json"):
-            _add_to_json(Path(path), self.costs)
-        if session.config.getoption("--check-durations") and self._messages():
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        config = terminalreporter.config
-        if config.getoption("--check-durations") and (messages := self._messages()):
-            terminalreporter.section("over budget", red=True)
-            for message in messages:
-                terminalreporter.line(message)
-            terminalreporter.line("`make durations` writes the table in tests/durations.md.")
-
-    def _messages(self) -> list[str]:
-        return over_budget(self.costs, read_table(DURATIONS.read_text()))
+    def pytest_sessionfinish(self) -> None:
+        _add_to_json(self._path, self._costs)
 
 
 class _Meter:
     """Measures CPU time between reports, in the process that runs the tests."""
 
     def __init__(self) -> None:
-        self._last = self._cpu_seconds()
+        # The first test also pays for the imports and the collection of its process.
+        self._last = 0.0
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -191,10 +181,6 @@ class _Meter:
         self._last = now
         return report
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_collection_finish(self) -> None:
-        self._last = self._cpu_seconds()
-
     @staticmethod
     def _cpu_seconds() -> float:
         times = os.times()
@@ -202,34 +188,39 @@ class _Meter:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("durations by file")
-    group.addoption(
-        "--durations-json", metavar="FILE", help="add what each file costs to a JSON file"
-    )
-    group.addoption(
-        "--check-durations",
-        action="store_true",
-        help="fail if a file costs much more than its line in tests/durations.md",
+    parser.getgroup("durations by file").addoption(
+        "--durations-json",
+        metavar="FILE",
+        type=Path,
+        help="add the cost of each file to a JSON file",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Meter())
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Recorder())
+    path = config.getoption("--durations-json")
+    if path is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Recorder(path))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort the tests so that the most expensive files start first, if files are distributed."""
+    """Sort the tests as `start_order` does if files are distributed to processes."""
     if hasattr(config, "workerinput"):
         files = [item.nodeid.partition("::")[0] for item in items]
-        items[:] = [items[i] for i in dearest_first(files, read_table(DURATIONS.read_text()))]
+        items[:] = [items[i] for i in start_order(files)]
 
 
-def main(path: str) -> None:
-    """Write the costs that ``--durations-json`` recorded to the table."""
-    DURATIONS.write_text(write_table(DURATIONS.read_text(), read_json(Path(path))))
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table of a recorded run, and exit with an error if it is over the budget."""
+    parser = argparse.ArgumentParser(prog="python -m tests.support.durations")
+    parser.add_argument("tier", choices=BUDGETS)
+    parser.add_argument("file", type=Path, help="written by --durations-json")
+    args = parser.parse_args(arguments)
+    costs, machine = read_json(args.file), measure_machine()
+    print(f"{table(costs)}\n\nfixed work on this machine: {machine:.1f} CPU-seconds")
+    if message := over_budget(args.tier, costs, machine):
+        sys.exit(message)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
