@@ -35,8 +35,17 @@ def test_main_prints_a_table_and_fails_over_the_budget(tmp_path, capsys, monkeyp
 
 
 def test_plugin_records_a_run(pytester) -> None:
-    pytester.makepyfile(test_x="import time\ndef test_cpu():\n  t = time.process_time()\n"
-                        "  while time.process_time() < t + 0.2: pass\ndef test_b(): pass")  # fmt: skip
+    pytester.makepyfile(
+        test_x="""
+        import time
+        def test_cpu():
+            start = time.process_time()
+            while time.process_time() < start + 0.2:
+                pass
+        def test_b():
+            pass
+        """
+    )
     options = ("-p", "tests.support.durations", "--durations-json", "costs.json")
     pytester.runpytest_inprocess(*options).assert_outcomes(passed=2)
     pytester.runpytest_inprocess(*options).assert_outcomes(passed=2)

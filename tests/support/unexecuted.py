@@ -10,7 +10,7 @@ from typing import Any
 
 
 def unexecuted(report: dict[str, Any]) -> list[str]:
-    """Return ``file: function`` for each function of a report of coverage without executed lines."""
+    """Return ``file: function`` for each function of a report that no test executes."""
     return [
         f"{file}: {name}"
         for file, measured in sorted(report["files"].items())

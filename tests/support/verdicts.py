@@ -28,7 +28,7 @@ ALLOWED_SKIPS = {
     "there is a device for a kernel|there is one": "the test needs a machine without a GPU",
     "Chromium is missing|nginx is missing": "pip cannot install them; .ci/run requires them",
     "no Docker here": "the test only parses the file where no Docker is installed",
-    "the extra tunix is not installed": "it needs other versions; .ci/run has an environment for it",
+    "the extra tunix is not installed": "it needs other versions; .ci/run installs them",
     "no llama-cpp-python|compressed_tensors is missing": "pip would change other packages",
     "not a repository of git": "an unpacked archive has no commit to name",
     "reads /proc|the C library has no malloc_trim": "other systems than Linux",
