@@ -106,22 +106,22 @@ def base_classes(path: Path) -> dict[str, list[str]]:
     return bases
 
 
-LENGTHS = {
-    name: length
-    for path in FILES
-    for name, length in lengths(path.read_text(), name_of(path)).items()
-}
-BASES = {name: bases for path in FILES for name, bases in base_classes(path).items()}
-
-
-def length_with_bases(name: str) -> int:
-    """Return the length of a class together with its base classes in this package."""
-    return LENGTHS[name] + sum(map(length_with_bases, filter(BASES.__contains__, BASES[name])))
-
-
 def test_functions_and_classes_are_short() -> None:
-    limits = {name: MAX_CLASS if name in BASES else MAX_FUNCTION for name in LENGTHS}
-    found = LENGTHS | {name: length_with_bases(name) for name in BASES}
+    lengths_of = {
+        name: length
+        for path in FILES
+        for name, length in lengths(path.read_text(), name_of(path)).items()
+    }
+    bases = {name: names for path in FILES for name, names in base_classes(path).items()}
+
+    def length_with_bases(name: str) -> int:
+        """Return the length of a class together with its base classes in this package."""
+        return lengths_of[name] + sum(
+            map(length_with_bases, filter(bases.__contains__, bases[name]))
+        )
+
+    limits = {name: MAX_CLASS if name in bases else MAX_FUNCTION for name in lengths_of}
+    found = lengths_of | {name: length_with_bases(name) for name in bases}
     assert {name for name, length in found.items() if length > limits[name]} == set(LONG)
 
 
