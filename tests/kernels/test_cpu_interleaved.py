@@ -12,7 +12,7 @@ from paged_jax.kernels import cpu
 from paged_jax.kernels.linear import Stack, Weight, linear
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat
 from tests.support.compiler import needs_compiler, needs_vnni
-from tests.support.covering import all_pairs
+from tests.support.covering import all_pairs, once_in_core
 from tests.support.weights import FORMATS, make_weight, random_arrays
 
 pytestmark = needs_compiler
@@ -57,19 +57,29 @@ def check_bits(format: WeightFormat, num_outputs: int, dtype: str, backend: str)
 
 @pytest.mark.parametrize(
     ("name", "dtype", "num_outputs"),
-    [
-        tuple(row.values())
+    once_in_core(
+        row.values()
         for row in all_pairs(
             {"name": SUPPORTED, "dtype": ["bfloat16", "float32"], "num_outputs": [32, 96]}
         )
-    ],
+    ),
 )
 def test_linear_gives_the_same_bits(name, dtype, num_outputs) -> None:
     check_bits(FORMATS[name], num_outputs, dtype, "cpu")
 
 
+# One format of each width and kind of scales.
+INT8_CORE = ("q4_1", "q5_0", "q8_0", "q4_k")
+
+
 @needs_vnni
-@pytest.mark.parametrize("name", INT8_INPUTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in INT8_CORE else pytest.mark.slow)
+        for name in INT8_INPUTS
+    ],
+)
 def test_int8_inputs_give_the_same_bits(name) -> None:
     check_bits(FORMATS[name], 96, "bfloat16", "cpu_int8")
 

@@ -23,7 +23,7 @@ from paged_jax.kernels.weight_formats import (
 )
 from paged_jax.kernels.weight_packing import pack, unpack
 from tests.support.compiler import needs_compiler, needs_vnni
-from tests.support.covering import all_pairs
+from tests.support.covering import all_pairs, once_in_core
 from tests.support.weights import elements, make_weight, random_arrays
 
 pytestmark = needs_compiler
@@ -119,9 +119,15 @@ def round_to_int8(x, w):
     return rounded
 
 
-@pytest.mark.parametrize("case", list(cases()), ids=lambda case: "-".join(map(str, case)))
-def test_linear_matches_float64_and_does_not_depend_on_other_rows(case) -> None:
+FACTORS = "code, sizes, scale_dtype, min_dtype, has_order, num_outputs, dtype"
+
+
+@pytest.mark.parametrize(FACTORS, once_in_core(cases()), ids=str)
+def test_linear_matches_float64_and_does_not_depend_on_other_rows(
+    code, sizes, scale_dtype, min_dtype, has_order, num_outputs, dtype
+) -> None:
     """Rows are already rounded to the dtype of the model, so only sums are rounded."""
+    case = code, sizes, scale_dtype, min_dtype, has_order, num_outputs, dtype
     w, exact_w, x = problem(case, 39)
     (together, *parts), text = multiply_parts(linear, x, w)
     assert text.count("custom_call @paged_jax_quantised_linear") == 3
@@ -254,12 +260,13 @@ def test_linear_leaves_incomplete_groups_of_packed_values_to_xla(code, group_siz
 
 @needs_vnni
 @pytest.mark.parametrize(
-    "case",
-    [case for case in cases() if case[0] in INT8_CODES],
-    ids=lambda case: "-".join(map(str, case)),
+    FACTORS, once_in_core(case for case in cases() if case[0] in INT8_CODES), ids=str
 )
-def test_int8_inputs_match_float64_and_do_not_depend_on_other_rows(case) -> None:
+def test_int8_inputs_match_float64_and_do_not_depend_on_other_rows(
+    code, sizes, scale_dtype, min_dtype, has_order, num_outputs, dtype
+) -> None:
     """The reference rounds inputs in NumPy. Then products are exact, and only sums are rounded."""
+    case = code, sizes, scale_dtype, min_dtype, has_order, num_outputs, dtype
     w, exact_w, x = problem(case, 39)
     (together, *parts), text = multiply_parts(LINEAR_INT8, x, w)
     assert (

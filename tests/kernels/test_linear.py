@@ -23,7 +23,7 @@ from paged_jax.kernels.mosaic_tpu.jax_kernels import choose_grouped_tiling
 from paged_jax.kernels.triton import linear as triton_kernel
 from paged_jax.kernels.weight_formats import WeightArrays
 from tests.support.compiler import needs_compiler
-from tests.support.covering import all_pairs
+from tests.support.covering import all_pairs, once_in_core
 from tests.support.families import InterpretedTriton
 from tests.support.kernel_cases import lower
 
@@ -48,8 +48,8 @@ TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}
 @pytest.mark.optimised
 @pytest.mark.parametrize(
     ("dtype", "shape", "out_features"),
-    [
-        tuple(row.values())
+    once_in_core(
+        row.values()
         for row in all_pairs(
             {
                 "dtype": ["float32", "bfloat16", "float16"],
@@ -57,7 +57,7 @@ TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}
                 "out_features": [6, 7],
             }
         )
-    ],
+    ),
 )
 def test_linear_matches_float64(dtype, shape, out_features) -> None:
     rng = np.random.default_rng(0)
@@ -133,8 +133,8 @@ def oracle(x, w, sizes):
 
 @pytest.mark.parametrize(
     ("sizes", "shape", "form", "dtype"),
-    [
-        tuple(row.values())
+    once_in_core(
+        row.values()
         for row in all_pairs(
             {
                 "sizes": list(SIZES),
@@ -144,7 +144,7 @@ def oracle(x, w, sizes):
             }
         )
         if (row["form"], row["dtype"]) != ("mosaic_tpu", "float16")  # not supported
-    ],
+    ),
 )
 def test_grouped_linear_matches_float64(sizes, shape, form, dtype) -> None:
     x, w, group_sizes = problem(SIZES[sizes], *shape, dtype)

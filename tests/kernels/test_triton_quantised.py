@@ -20,7 +20,7 @@ from paged_jax.kernels.triton import dequantise
 from paged_jax.kernels.triton.dequantise import TileFormat
 from paged_jax.kernels.weight_formats import CODES, WeightFormat
 from tests.support import ptx, weights
-from tests.support.covering import all_pairs, take_turns
+from tests.support.covering import all_pairs, once_in_core, take_turns
 from tests.support.families import InterpretedTriton
 from tests.support.kernel_cases import lower
 from tests.support.weights import elements, make_weight, random_arrays
@@ -116,7 +116,7 @@ def divides(format, shape):
     return shape[-1] % (format.group_size or shape[-1]) == 0
 
 
-@pytest.mark.parametrize(("name", "dtype", "num_rows", "shape"), cases())
+@pytest.mark.parametrize(("name", "dtype", "num_rows", "shape"), once_in_core(cases()))
 def test_quantised_linear_matches_float64(name, dtype, num_rows, shape) -> None:
     rng, format = np.random.default_rng(0), READ[name]
     arrays = random_arrays(format, shape, rng)
@@ -210,8 +210,8 @@ SIZES = {
 @pytest.mark.parametrize(
     ("sizes", "name", "dtype", "shape"),
     [
-        *(
-            tuple(row.values())
+        *once_in_core(
+            row.values()
             for row in all_pairs(
                 {
                     "sizes": ["few", "many"],

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from paged_jax.models.config import LlamaConfig
-from tests.support.covering import all_pairs
+from tests.support.covering import all_pairs, once_in_core
 from tests.support.decode_step import DecodeStep, PrefillStep
 
 CONFIG = LlamaConfig(
@@ -29,7 +29,7 @@ CASES = all_pairs(
 )
 
 
-@pytest.mark.parametrize("pool_dtype, step, platform", [tuple(row.values()) for row in CASES])
+@pytest.mark.parametrize("pool_dtype, step, platform", once_in_core(row.values() for row in CASES))
 def test_attention_gets_queries_in_the_dtype_of_the_pool(pool_dtype, step, platform) -> None:
     """Quantised pools get bfloat16 queries. The step is only lowered, not compiled."""
     case = step(CONFIG, 0.01, batch=3, max_blocks_per_slot=4, pool_dtype=pool_dtype)

@@ -16,7 +16,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.family import Router
 from paged_jax.models.llama import Llama
 from paged_jax.models.rope import QueryScale, RopeScaling, head_order
-from tests.support.covering import all_pairs
+from tests.support.covering import all_pairs, once_in_core
 from tests.support.random_model import random_llama
 
 T, WINDOW, THETAS = 11, 4, (50.0, 9.0)
@@ -118,7 +118,7 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
 CASES = all_pairs({factor: [*kinds] for factor, kinds in KINDS.items()})
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(case.values()))
+@pytest.mark.parametrize("case", once_in_core(CASES), ids=lambda case: ", ".join(case.values()))
 def test_forward_matches_the_formulas_in_float64(case) -> None:
     switches: dict[str, Any] = {}
     for factor, kind in case.items():

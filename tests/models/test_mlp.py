@@ -29,7 +29,7 @@ from paged_jax.models.mlp import (
     route,
 )
 from tests.support.compiler import needs_compiler
-from tests.support.covering import all_pairs
+from tests.support.covering import all_pairs, once_in_core
 from tests.support.random_model import random_llama
 
 N, X, K, E, F = 11, 6, 2, 24, 17
@@ -115,7 +115,9 @@ ACTIVATIONS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
+@pytest.mark.parametrize(
+    "kind", once_in_core(KINDS), ids=lambda kind: "-".join(map(str, kind.values()))
+)
 def test_apply_experts_matches_all_experts_in_float64(kind) -> None:
     x, logits, arrays = problem(kind["dtype"], kind["with_biases"])
     switches = {

@@ -6,7 +6,10 @@ thousands.
 """
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import pytest
 
 Pair = tuple[tuple[str, Hashable], tuple[str, Hashable]]
 
@@ -55,6 +58,38 @@ def take_turns(
     """
     turns = {item: itertools.cycle(item[1]) for row in rows for item in row.items()}
     return [{item[0]: next(turns[item]) for item in row.items()} for row in rows]
+
+
+def once_in_core(rows: Iterable[Mapping[str, Hashable] | Iterable[Hashable]]) -> list[Any]:
+    """Mark the rows as `slow` that the core does not need.
+
+    The core needs each value of each factor once; the full tier has all rows.
+
+    Args:
+      rows: for `pytest.mark.parametrize`, the values of all factors, or one mapping of them.
+
+    Returns:
+      The rows in their order.
+
+    Example:
+      >>> [len(row.marks) for row in once_in_core([(1, "x"), (1, "y"), (2, "y"), (2, "x")])]
+      [0, 1, 0, 1]
+    """
+    params = [(row,) if isinstance(row, Mapping) else tuple(row) for row in rows]
+    values = [
+        set(param[0].items()) if isinstance(param[0], Mapping) else set(enumerate(param))
+        for param in params
+    ]
+    uncovered = set().union(*values)
+    chosen = set()
+    while uncovered:
+        best = max(range(len(params)), key=lambda index: len(values[index] & uncovered))
+        chosen.add(best)
+        uncovered -= values[best]
+    return [
+        pytest.param(*param, marks=[] if index in chosen else pytest.mark.slow)
+        for index, param in enumerate(params)
+    ]
 
 
 def _num_covered(
