@@ -75,10 +75,6 @@ def test_readme_samples_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(capsys.readouterr().out.split()) > 20  # words of two completions
 
 
-def test_readme_is_short() -> None:
-    assert len(README.read_text().split()) <= 900
-
-
 @pytest.mark.slow
 def test_sharded_sample_prints_the_output_in_the_page_on_two_devices() -> None:
     texts = samples(DOCS / "more-ops.md")
