@@ -24,10 +24,13 @@ from paged_jax.models.loading.pretrained import read_config
 from paged_jax.plan import main as plan
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.serve import _name_of as server_name
+from tests.support import DATA
 from tests.support.gguf_files import SIZES, metadata_of, tensors_of, write
 from tests.support.random_model import random_llama
-from tests.support.tiny_model import SIZES as ENGINE_SIZES
 
+# As in tests/engine/test_quantised_models.py, so that engines share their programs.
+ENGINE_SIZES = {"block_size": 4, "num_blocks": 22, "max_num_seqs": 4, "max_chunk": 16}
+ENGINE_SIZES["max_model_len"] = 64
 FIXTURES = ("gguf-mixed", "gguf-q4_0", "gguf-k-quants")
 TOKENS = np.random.default_rng(0).integers(0, 64, (1, 20), np.int32)
 WINDOW = 8
@@ -171,8 +174,8 @@ def test_logits_agree_with_llama_cpp(tmp_path, case):
 
 
 @pytest.mark.parametrize("name", FIXTURES)
-def test_fixtures_give_the_reference_weights_and_logits(data_dir, logits, name):
-    path = data_dir / "quantised" / name / "model.gguf"
+def test_fixtures_give_the_reference_weights_and_logits(logits, name):
+    path = DATA / "quantised" / name / "model.gguf"
     reference = np.load(path.with_name("reference.npz"))
     tensors = find_gguf_tensors(GgufFile.open(path), read_config(path))
     num_checked = 0
@@ -328,9 +331,10 @@ def test_experts_may_have_a_tensor_each(tmp_path):
     assert all(map(np.array_equal, jax.tree.leaves(new), jax.tree.leaves(old)))
 
 
-def test_engines_plans_and_servers_take_the_file(data_dir, capsys):
-    path = data_dir / "quantised" / "gguf-q4_0" / "model.gguf"
-    llm = LLM(path, max_model_len=64, **ENGINE_SIZES)
+@pytest.mark.usefixtures("padded_rows")
+def test_engines_plans_and_servers_take_the_file(capsys):
+    path = DATA / "quantised" / "gguf-q4_0" / "model.gguf"
+    llm = LLM(path, dtype="float32", num_speculative_tokens=3, **ENGINE_SIZES)
     params = SamplingParams(temperature=0, max_tokens=4)
     [output] = llm.chat([{"role": "user", "content": "a b"}], params)
     template = "<|im_start|>user\na b<|im_end|>\n<|im_start|>assistant\n"

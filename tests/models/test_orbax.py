@@ -14,6 +14,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
 from paged_jax.models.loading.parameters import WeightsError, named_arrays
+from tests.support import DATA
 from tests.support.processes import run_on_devices
 
 _CONFIG = LlamaConfig(
@@ -190,9 +191,9 @@ def test_load_checkpoint_restores_onto_other_devices(tmp_path):
 
 
 @pytest.mark.slow
-def test_scales_of_two_levels_need_not_be_divisible_by_devices(tmp_path, data_dir) -> None:
+def test_scales_of_two_levels_need_not_be_divisible_by_devices(tmp_path) -> None:
     """12 and 20 columns of scales are read by 8 devices, and become 8 and 16 float scales."""
-    path = data_dir / "quantised" / "gguf-k-quants" / "model.gguf"
+    path = DATA / "quantised" / "gguf-k-quants" / "model.gguf"
     save_checkpoint(Llama.from_pretrained(path, dtype="float32"), tmp_path)
     program = """
         import sys

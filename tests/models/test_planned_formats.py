@@ -15,6 +15,7 @@ from paged_jax.models.llama import Llama
 from paged_jax.models.loading.huggingface import load_weights
 from paged_jax.models.loading.pretrained import read_config, read_formats
 from paged_jax.models.matrices import get_matrix
+from tests.support import DATA
 
 KINDS = ("qkv_proj", "o_proj")
 # gpt-oss 20B.
@@ -46,8 +47,8 @@ INEXACT = ("ct-fp8-block",)
         "fp8-block",
     ],
 )
-def test_plans_have_the_bytes_of_loaded_weights(name, data_dir) -> None:
-    (path,) = (data_dir / "quantised").glob(name)
+def test_plans_have_the_bytes_of_loaded_weights(name) -> None:
+    (path,) = (DATA / "quantised").glob(name)
     config = read_config(path)
     for options in ({}, {"dtype": "int4"}, {"dequantise": True}):
         formats = read_formats(Llama, path, config, **options)
@@ -64,9 +65,9 @@ def test_plans_have_the_bytes_of_loaded_weights(name, data_dir) -> None:
     [("gguf-mixed", "int5", ["float16"] * 2), ("gguf-k-quants", "int8", ["int8", "float32"])],
 )
 @pytest.mark.filterwarnings("ignore:.*only some of its tensors are quantised:UserWarning")
-def test_only_a_single_cpu_keeps_compact_formats(name, code, scale_dtypes, data_dir) -> None:
+def test_only_a_single_cpu_keeps_compact_formats(name, code, scale_dtypes) -> None:
     """Elsewhere, values of 5 bits become int8, and scales float32. Elements stay the same."""
-    path = data_dir / "quantised" / name / "model.gguf"
+    path = DATA / "quantised" / name / "model.gguf"
     config, options = read_config(path), {"dtype": "float32"}
     formats = read_formats(Llama, path, config, platform="cpu", **options)
     for other in ({"platform": "gpu"}, {"platform": "cpu", "num_devices": 2}):
@@ -89,8 +90,8 @@ def test_only_a_single_cpu_keeps_compact_formats(name, code, scale_dtypes, data_
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_plans_of_a_config_have_the_formats_of_the_weights(name, data_dir, tmp_path) -> None:
-    path = data_dir / "quantised" / name
+def test_plans_of_a_config_have_the_formats_of_the_weights(name, tmp_path) -> None:
+    path = DATA / "quantised" / name
     for file in path.glob("*.json"):
         shutil.copy(file, tmp_path)
     expected = read_formats(Llama, path, read_config(path))

@@ -1,7 +1,7 @@
 """Readers of quantised matrices: equal to the tools' own dequantisation, and safe on damaged files.
 
-The folders of `data_dir` were written by these tools. Formats without a folder are packed here, by
-code that is independent of the readers.
+The folders of `tests/data/quantised` were written by these tools. Formats without a folder are
+packed here, by code that is independent of the readers.
 """
 
 import json
@@ -23,6 +23,7 @@ from paged_jax.models.loading.parameters import WeightsError, named_arrays
 from paged_jax.models.loading.pretrained import from_pretrained, read_config
 from paged_jax.models.loading.safetensors_files import combine_quantised, find_tensors, list_tensors
 from paged_jax.models.quantisation import find_quantisation
+from tests.support import DATA
 from tests.support.random_model import random_llama
 
 F32 = np.dtype(np.float32)
@@ -56,8 +57,8 @@ def check_matrix(stored, want: np.ndarray, *, atol: float = 0) -> None:
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_matrices_equal_those_of_the_tool_bit_for_bit(data_dir, name) -> None:
-    folder = data_dir / "quantised" / name
+def test_matrices_equal_those_of_the_tool_bit_for_bit(name) -> None:
+    folder = DATA / "quantised" / name
     stored = find_tensors(folder, read_config(folder))
     reference = np.load(folder / "reference.npz")
     names = [each for each in reference.files if each.endswith("weight")]
@@ -71,8 +72,8 @@ def test_matrices_equal_those_of_the_tool_bit_for_bit(data_dir, name) -> None:
 
 @pytest.mark.parametrize("dequantise", [False, True], ids=["keep", "expand"])
 @pytest.mark.parametrize("name", FOLDERS)
-def test_logits_equal_those_of_transformers(data_dir, name, dequantise) -> None:
-    folder = data_dir / "quantised" / name
+def test_logits_equal_those_of_transformers(name, dequantise) -> None:
+    folder = DATA / "quantised" / name
     model = from_pretrained(Llama, folder, dtype="float32", dequantise=dequantise)
     is_kept = any(each.dtype.itemsize == 1 for each in named_arrays(model).values())
     assert is_kept == (not dequantise)
@@ -81,8 +82,8 @@ def test_logits_equal_those_of_transformers(data_dir, name, dequantise) -> None:
     np.testing.assert_allclose(logits, reference["logits"], rtol=0, atol=1e-4)
 
 
-def test_modules_in_the_ignore_list_stay_unquantised(data_dir) -> None:
-    folder = data_dir / "quantised" / "ct-w4a16-group-sym"
+def test_modules_in_the_ignore_list_stay_unquantised() -> None:
+    folder = DATA / "quantised" / "ct-w4a16-group-sym"
     stored = find_tensors(folder, read_config(folder))
     for layer, is_quantised in ((0, True), (1, False)):
         weight = stored[f"model.layers.{layer}.self_attn.q_proj.weight"]

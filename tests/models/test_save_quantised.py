@@ -17,6 +17,7 @@ from paged_jax.models.loading.huggingface import load_weights
 from paged_jax.models.loading.parameters import named_arrays
 from paged_jax.models.loading.save_quantised import SaveError, quantised_module
 from paged_jax.models.matrix_formats import MatrixFormats
+from tests.support import DATA
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import CONFIG
 from tests.support.weights import FORMATS, random_arrays
@@ -105,15 +106,15 @@ def test_save_pretrained_writes_values_of_5_bits_as_int8(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", REPRESENTABLE)
-def test_save_pretrained_keeps_the_formats_of_other_tools(name, data_dir, tmp_path) -> None:
-    model = Llama.from_pretrained(data_dir / "quantised" / name, scan_layers=False)
+def test_save_pretrained_keeps_the_formats_of_other_tools(name, tmp_path) -> None:
+    model = Llama.from_pretrained(DATA / "quantised" / name, scan_layers=False)
     model.save_pretrained(tmp_path)
     assert_same(model, Llama.from_pretrained(tmp_path, scan_layers=False))
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_save_pretrained_refuses_what_it_cannot_represent(name, data_dir, tmp_path) -> None:
-    model = Llama.from_pretrained(data_dir / "quantised" / name, scan_layers=False)
+def test_save_pretrained_refuses_what_it_cannot_represent(name, tmp_path) -> None:
+    model = Llama.from_pretrained(DATA / "quantised" / name, scan_layers=False)
     with pytest.raises(SaveError, match=REFUSED[name]) as error:
         model.save_pretrained(tmp_path / "saved")
     assert "save_checkpoint" in str(error.value) and not (tmp_path / "saved").exists()
@@ -122,9 +123,9 @@ def test_save_pretrained_refuses_what_it_cannot_represent(name, data_dir, tmp_pa
 @pytest.mark.parametrize(
     "name", ["ct-w4a16-group-asym", "ct-w8a16-pack", "ct-mxfp4a16", "ct-fp8-channel", "ct-nvfp4a16"]
 )
-def test_save_pretrained_writes_the_tensors_of_compressed_tensors(name, data_dir, tmp_path) -> None:
+def test_save_pretrained_writes_the_tensors_of_compressed_tensors(name, tmp_path) -> None:
     """The files of llm-compressor and of this library have the same tensors."""
-    source = data_dir / "quantised" / name
+    source = DATA / "quantised" / name
     Llama.from_pretrained(source).save_pretrained(tmp_path)
     with (
         safe_open(source / "model.safetensors", "numpy") as expected,
