@@ -1,9 +1,10 @@
 """The data of the tests: nothing changes unnoticed, and an independent reader expands it."""
 
+import numpy as np
 import pytest
 
 from tests.data.quantised.check import check
-from tests.support import DATA
+from tests.support import DATA, bundled_reference
 from tests.support.data_digests import COMMAND, compute_digests, describe_changes, write_digests
 
 QUANTISED = sorted(path.parent.name for path in DATA.glob("quantised/*/reference.npz"))
@@ -48,3 +49,15 @@ def test_an_independent_reader_expands_quantised_weights(name) -> None:
 
 def test_there_are_26_quantised_formats() -> None:
     assert len(QUANTISED) == 26
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+def test_transformers_gives_the_stored_values_of_the_bundled_model() -> None:
+    pytest.importorskip("transformers")
+    tokens, logits = bundled_reference.compute()
+    assert tokens == bundled_reference.read_json()
+    with np.load(bundled_reference.FOLDER / "logits.npz") as stored:
+        assert stored.keys() == logits.keys()
+        for name, array in logits.items():
+            np.testing.assert_allclose(array, stored[name], rtol=0, atol=2e-5, err_msg=name)

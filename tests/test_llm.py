@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import gc
 import itertools
-import json
 import operator
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from flax import nnx
 
 from paged_jax import LLM, Llama, SamplingParams, Tokenizer
 from paged_jax.cache.blocks import check_invariants
+from tests.support.bundled_reference import read_continuations
 from tests.support.generation import GREEDY, PROMPTS, SEEDED, complete_prompt, generate, tokens_of
 from tests.support.tiny_model import BOS, EOS, SIZES, save_tiny_model
 from tests.support.workload import check_empty
@@ -46,25 +46,24 @@ def llm(shared_llm):
 # Against the reference implementation
 
 
-@pytest.mark.slow
-def test_generate_gives_the_greedy_tokens_of_transformers(data_dir) -> None:
-    folder = data_dir / "models" / "stories260K"
-    items = json.loads((folder / "reference.json").read_text())["items"]
-    llm = LLM(folder, block_size=16, max_num_seqs=4, max_chunk=16)
+def test_generate_gives_the_greedy_tokens_of_transformers() -> None:
+    """Prompts of 1 to 70 tokens run together with the bundled model, in chunks of 16."""
+    llm = LLM(dtype="float32", block_size=16, num_blocks=40, max_num_seqs=4, max_chunk=16)
+    items = read_continuations()
     # An empty text is a prompt of the start token only.
-    prompts = [item["prompt"] or {"prompt_token_ids": item["prompt_ids"]} for item in items]
-    lengths = [len(item["generated_ids"]) for item in items]
-    assert max(lengths) == 256
+    prompts = [item.prompt or {"prompt_token_ids": item.prompt_ids} for item in items]
+    lengths = [len(item.generated_ids) for item in items]
+    assert max(lengths) == 200
     # Two samples of the longest, so that no sample runs alone and needs another program.
     params = [
         SamplingParams(temperature=0, max_tokens=length, n=2 if length == max(lengths) else 1)
         for length in lengths
     ]
     for item, output in zip(items, generate(llm, prompts, params), strict=True):
-        assert output.prompt_token_ids == item["prompt_ids"]
+        assert output.prompt_token_ids == item.prompt_ids
         for completion in output.outputs:
-            assert completion.token_ids == item["generated_ids"]
-            assert item["prompt"] + completion.text == item["text"]
+            assert completion.token_ids == item.generated_ids
+            assert item.prompt + completion.text == item.text
             assert completion.finish_reason == "length"
     check_empty(llm)
 

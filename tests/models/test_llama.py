@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import re
 
 import jax
@@ -16,7 +15,9 @@ from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.kernels import Pools
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
+from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.models.paged_model import create_cache
+from tests.support.bundled_reference import COLUMNS, read_continuations
 from tests.support.random_model import random_llama
 
 pytestmark = pytest.mark.optimised
@@ -352,51 +353,47 @@ def test_steps_reject_invalid_arguments(changes, message) -> None:
 
 
 @functools.cache
-def stories(folder, scan_layers=False) -> tuple[Llama, list[dict], dict[str, np.ndarray]]:
-    folder = folder / "models" / "stories260K"
-    items = json.loads((folder / "reference.json").read_text())["items"]
-    model = Llama.from_pretrained(folder, scan_layers=scan_layers)
-    return model, items, dict(np.load(folder / "reference_logits.npz"))
+def bundled(scan_layers: bool) -> Llama:
+    return Llama.from_pretrained(bundled_folder(), dtype="float32", scan_layers=scan_layers)
 
 
-def test_forward_matches_transformers_on_stories(data_dir) -> None:
-    model, items, reference = stories(data_dir)
-    for i, item in enumerate(items):
-        ids = item["prompt_ids"] + item["generated_ids"][:-1]
+@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_forward_of_the_bundled_model_matches_transformers(scan_layers) -> None:
+    for item in read_continuations():
+        num_prompt, num_tokens = len(item.prompt_ids), len(item.token_ids)
         padded = np.zeros((1, 288), np.int32)  # equal lengths share a program
-        padded[0, : len(ids)] = ids
-        logits = np.asarray(PLAIN(model, padded))[0, : len(ids)]
-        start = len(item["prompt_ids"])
-        np.testing.assert_allclose(logits[:start], reference[f"prefill_logits_{i}"], atol=1e-4)
-        np.testing.assert_allclose(logits[start - 1 :], reference[f"step_logits_{i}"], atol=1e-4)
+        padded[0, :num_tokens] = item.token_ids
+        logits = np.asarray(PLAIN(bundled(scan_layers), padded))[0, :num_tokens]
+        np.testing.assert_allclose(logits[:, COLUMNS], item.columns, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(logits[num_prompt - 1], item.last, rtol=0, atol=1e-4)
+        assert logits[num_prompt - 1 :].argmax(-1).tolist() == item.generated_ids
 
 
-@pytest.mark.parametrize(
-    ("block_size", "scan_layers"), [(16, False), pytest.param(1, True, marks=pytest.mark.slow)]
-)
-def test_paged_steps_match_transformers_on_stories(data_dir, block_size, scan_layers) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("block_size", "scan_layers"), [(16, False), (1, True)])
+def test_paged_steps_of_the_bundled_model_match_transformers(block_size, scan_layers) -> None:
     """Four prompts in a batch are decoded with the tokens of transformers."""
-    model, items, reference = stories(data_dir, scan_layers)
+    model, items = bundled(scan_layers), read_continuations()
     num_blocks = 1024 // block_size
     sizes = {"num_slots": 4, "num_blocks": num_blocks, "block_size": block_size}
+    sizes["head_dim"] = model.config.head_dim
     cache = poison(new_cache(model.config, max_blocks_per_slot=num_blocks, **sizes))
     slots = np.array([2, 0, 3, 1], np.int32)
-    lengths = np.array([len(item["prompt_ids"]) for item in items], np.int32)
-    prompts = np.zeros((4, 32), np.int32)
+    lengths = np.array([len(item.prompt_ids) for item in items], np.int32)
+    prompts = np.zeros((4, 80), np.int32)
     for row, item in enumerate(items):
-        prompts[row, : lengths[row]] = item["prompt_ids"]
+        prompts[row, : lengths[row]] = item.prompt_ids
     logits, cache, ok = PREFILL(model, cache, prompts, slots, lengths)
-    for step in range(max(len(item["generated_ids"]) for item in items)):
+    for step in range(max(len(item.generated_ids) for item in items)):
         assert ok
         logits = np.asarray(logits)
         fed = np.zeros(4, np.int32)
         for row, item in enumerate(items):
-            generated = item["generated_ids"]
-            if step >= len(generated):
+            if step >= len(item.generated_ids):
                 slots[row] = -1
                 continue
-            expected = reference[f"step_logits_{row}"][step]
-            np.testing.assert_allclose(logits[row], expected, atol=1e-4)
-            assert int(np.argmax(logits[row])) == generated[step]
-            fed[row] = generated[step]
+            expected = item.columns[lengths[row] - 1 + step]
+            np.testing.assert_allclose(logits[row, COLUMNS], expected, rtol=0, atol=1e-4)
+            fed[row] = item.generated_ids[step]
+            assert int(np.argmax(logits[row])) == fed[row]
         logits, cache, ok = DECODE(model, cache, fed, slots)

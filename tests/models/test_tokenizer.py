@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Backend
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.models.text.chat_template import ChatTemplateError
 from paged_jax.models.text.tokenizer import Detokenizer, Tokenizer, TokenizerError
+from tests.support.bundled_reference import read_json
 
 _CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -84,6 +85,28 @@ def _stream(tokenizer, token_ids, **options):
     return [*map(stream.push, token_ids), stream.finish()]
 
 
+def test_bundled_tokenizer_matches_transformers():
+    tokenizer = Tokenizer.from_folder(bundled_folder())
+    stored = read_json()
+    assert len(stored["texts"]) > 15
+    for item in stored["texts"]:
+        assert tokenizer.encode(item["text"]) == item["ids"]
+        assert tokenizer.encode(item["text"], add_special_tokens=False) == item["plain_ids"]
+        assert tokenizer.decode(item["ids"]) == item["decoded"]
+        assert "".join(_stream(tokenizer, item["ids"])) == item["decoded"]
+    for item in stored["continuations"]:
+        prompt_ids, generated_ids = item["prompt_ids"], item["generated_ids"]
+        assert tokenizer.encode(item["prompt"]) == prompt_ids
+        assert tokenizer.decode(prompt_ids + generated_ids) == item["text"]
+        generated = _stream(tokenizer, generated_ids, continues_text=bool(item["prompt"]))
+        assert item["prompt"] + "".join(generated) == item["text"]
+    for item in stored["chats"]:
+        options = {"add_generation_prompt": False}
+        assert tokenizer.apply_chat_template(item["messages"], **options) == item["text"]
+        assert tokenizer.encode_chat(item["messages"], **options) == item["ids"]
+
+
+@pytest.mark.slow
 def test_tokenizer_matches_references_of_stories260k(data_dir):
     folder = data_dir / "models" / "stories260K"
     tokenizer = Tokenizer.from_folder(folder)
@@ -104,6 +127,7 @@ def test_tokenizer_matches_references_of_stories260k(data_dir):
     assert tokenizer.chat_template is None
 
 
+@pytest.mark.slow
 def test_tokenizer_matches_references_of_tinyllama(data_dir):
     folder = data_dir / "configs" / "TinyLlama-1.1B-Chat-v1.0"
     tokenizer = Tokenizer.from_folder(folder)

@@ -1,0 +1,31 @@
+"""Values of other libraries that tests compare with, written to tests/data.
+
+    python -m tests.support.write_references [NAME ...]        # all by default
+
+It needs the extra `peers`, and renews the digests of the folder. The tests themselves only read the
+files. Each name is a folder of tests/data, and a module of tests/support whose function `write`
+computes its files.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support import DATA, bundled_reference
+from tests.support.data_digests import write_digests
+
+WRITERS: dict[str, Callable[[Path], None]] = {"bundled": bundled_reference.write}
+
+
+def main(*names: str) -> None:
+    """Write the named references, or all."""
+    for name in names or WRITERS:
+        if name not in WRITERS:
+            raise SystemExit(f"write_references: a name must be one of {', '.join(WRITERS)}")
+    for name in names or WRITERS:
+        WRITERS[name](DATA / name)
+    write_digests()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
