@@ -19,6 +19,7 @@ from paged_jax.plan import main
 from paged_jax.runner.programs import list_calls
 from tests.support.processes import run_on_devices
 from tests.support.random_model import random_llama
+from tests.support.real_checkpoints import REAL_CHECKPOINTS, save_real_config
 from tests.support.tiny_model import CONFIG, SIZES
 
 BUNDLED = LlamaConfig.from_file(bundled_folder())
@@ -128,6 +129,24 @@ def test_blocks_of_tpus_are_padded_to_whole_registers() -> None:
     assert block_bytes(CONFIG, 4, "bfloat16", "tpu") == 2 * 2 * 2 * 4 * 128 * 2
 
 
+@pytest.mark.parametrize(
+    "model, token_bytes",
+    [
+        ("meta-llama/Llama-3.1-8B", 128 * 1024),
+        ("a tuned Llama 2 7B", 512 * 1024),
+        ("cognitivecomputations/Dolphin3.0-Mistral-24B", 160 * 1024),
+        ("deepcogito/cogito-v1-preview-qwen-14B", 192 * 1024),
+        ("a tuned Qwen3 14B", 160 * 1024),
+        ("HuggingFaceTB/SmolLM3-3B", 72 * 1024),
+    ],
+)
+def test_weights_of_real_checkpoints_have_the_bytes_of_their_index(model, token_bytes) -> None:
+    config = LlamaConfig.from_dict(REAL_CHECKPOINTS[model]["config"])
+    assert weight_bytes(config, "bfloat16") == REAL_CHECKPOINTS[model]["total_size"]
+    assert block_bytes(config, 16, "bfloat16", "gpu") == 16 * token_bytes
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, num_parameters, token_bytes",
     [
@@ -315,9 +334,15 @@ def test_host_memory_without_a_container_is_the_memory_of_the_machine(
 # The command line
 
 
-def test_main_compares_with_a_contiguous_cache(capsys, data_dir) -> None:
+@pytest.fixture
+def llama_8b(tmp_path) -> str:
+    """Return a folder with the config of Llama 3.1 8B."""
+    return str(save_real_config("meta-llama/Llama-3.1-8B", tmp_path))
+
+
+def test_main_compares_with_a_contiguous_cache(capsys, llama_8b) -> None:
     status, out, err = run(
-        capsys, "--model", str(data_dir / "configs" / "Meta-Llama-3-8B-Instruct"),
+        capsys, "--model", llama_8b, "--max-model-len", "8192",
         "--memory", "24GiB", "--platform", "gpu", "--lengths", "500", "8192", "--json",
     )  # fmt: skip
     plan = json.loads(out)
@@ -354,8 +379,8 @@ def test_main_prints_the_plan(capsys) -> None:
     assert plan.num_engine_blocks == 16 * 512 // 16 < plan.num_blocks
 
 
-def test_main_plans_each_of_several_devices(capsys, data_dir) -> None:
-    options = ("--model", str(data_dir / "configs" / "Meta-Llama-3-8B-Instruct"), "--device", "V5e")
+def test_main_plans_each_of_several_devices(capsys, llama_8b) -> None:
+    options = ("--model", llama_8b, "--max-model-len", "8192", "--device", "V5e")
     options += ("--tensor-parallel-size", "16", "--lengths", "4096", "--max-num-seqs", "64")
     status, out, _ = run(capsys, *options, "--json")
     plan = json.loads(out)
@@ -402,9 +427,8 @@ def test_main_plans_for_this_machine(capsys) -> None:
     assert json.loads(out)["memory_bytes"] == (pool_size.host_memory() or 0) // 2
 
 
-def test_main_reports_in_a_line_that_the_model_does_not_fit(capsys, data_dir) -> None:
-    folder = str(data_dir / "configs" / "Meta-Llama-3-8B-Instruct")
-    status, out, err = run(capsys, "--model", folder, "--memory", "12GiB", "--platform", "gpu")
+def test_main_reports_in_a_line_that_the_model_does_not_fit(capsys, llama_8b) -> None:
+    status, out, err = run(capsys, "--model", llama_8b, "--memory", "12GiB", "--platform", "gpu")
     assert (status, out) == (1, "")
     assert err.count("\n") == 1
     assert "14.96 GiB of weights" in err and "got 12.00 GiB" in err

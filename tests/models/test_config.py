@@ -11,8 +11,10 @@ from paged_jax.models.family import UnsupportedConfigError
 from paged_jax.models.layer_groups import KVShape, LatentSizes, ResidualStreams
 from paged_jax.models.paged_model import create_cache
 from paged_jax.models.rope import QueryScale, RopeScaling
+from tests.support import DATA
 from tests.support.damage import DAMAGED, damage, places
 from tests.support.families import CASES
+from tests.support.real_checkpoints import REAL_CHECKPOINTS, save_real_config
 
 _SIZES = {
     "vocab_size": 32,
@@ -55,6 +57,54 @@ _LLAMA3_ROPE = {
 
 
 @pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (
+            "meta-llama/Llama-3.1-8B",
+            {
+                "rope_theta": 500000.0,
+                "rope_scaling": RopeScaling("llama3", 8.0, 1.0, 4.0, 8192),
+                "head_dim": 128,
+                "dtype": "bfloat16",
+                "tie_word_embeddings": False,
+            },
+        ),
+        ("a tuned Llama 2 7B", {"num_key_value_heads": 32, "head_dim": 128, "rope_scaling": None}),
+        (
+            "cognitivecomputations/Dolphin3.0-Mistral-24B",
+            {"sliding_window": None, "head_dim": 128, "eos_token_ids": (2, 131072)},
+        ),
+        (
+            "deepcogito/cogito-v1-preview-qwen-14B",
+            {"qkv_bias": True, "o_bias": False, "sliding_window": None, "eos_token_ids": (151645,)},
+        ),
+        ("a tuned Qwen3 14B", {"qk_norm": True, "qkv_bias": False, "rope_theta": 1000000.0}),
+        ("google/gemma-2-9b-it", {"sliding_window": 4096, "head_dim": 256}),
+    ],
+)
+def test_from_file_reads_configs_of_real_checkpoints(tmp_path, model, expected):
+    config = LlamaConfig.from_file(save_real_config(model, tmp_path))
+    assert {key: getattr(config, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("model", REAL_CHECKPOINTS)
+def test_to_dict_keeps_configs_of_real_checkpoints(tmp_path, model):
+    config = LlamaConfig.from_file(save_real_config(model, tmp_path))
+    assert LlamaConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize("path", sorted((DATA / "configs-2026").iterdir()), ids=lambda x: x.stem)
+def test_from_file_reads_configs_that_transformers_writes(path):
+    stored, config = json.loads(path.read_text(encoding="utf-8")), LlamaConfig.from_file(path)
+    assert config.model_type == stored["model_type"] == path.stem
+    sizes = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")
+    assert [getattr(config, key) for key in sizes] == [stored[key] for key in sizes]
+    num_layers = stored.get("num_hidden_layers") or len(stored["layers_block_type"])
+    assert config.num_hidden_layers == num_layers
+    assert LlamaConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("Llama-2-7b-hf", {"num_key_value_heads": 32, "dtype": "float16", "head_dim": 128}),
@@ -71,11 +121,13 @@ _LLAMA3_ROPE = {
         ("TinyLlama-1.1B-Chat-v1.0", {"dtype": "float32", "num_key_value_heads": 4}),
     ],
 )
+@pytest.mark.slow
 def test_from_file_reads_real_configs(data_dir, name, expected):
     config = LlamaConfig.from_file(data_dir / "configs" / name)
     assert {key: getattr(config, key) for key in expected} == expected
 
 
+@pytest.mark.slow
 def test_from_file_reads_every_real_config(data_dir):
     folders = sorted(path.parent for path in (data_dir / "configs").glob("*/config.json"))
     assert len(folders) >= 9

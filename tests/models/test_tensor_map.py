@@ -1,12 +1,4 @@
-"""Mapping of checkpoint tensors to parameters, also for real checkpoints.
-
-`data/real_checkpoints.json` records one or two real checkpoints of each family: the config.json,
-the names of the tensors and the `total_size` in bytes. In names, ``{32}`` stands for each number
-below 32. "seen" tells how much of the index was available: "all" names, a "part" of the layers, or
-only "totals" (bytes, and sometimes the number of tensors). The other names are from transformers.
-For a complete index, its length in characters is recorded, to check the names. "stored" is the
-dtype of the tensors if the config is wrong.
-"""
+"""Mapping of checkpoint tensors to parameters, also for real checkpoints."""
 
 import dataclasses
 import itertools
@@ -31,19 +23,14 @@ from paged_jax.models.loading.stored_tensors import StoredTensor, TensorMapping
 from paged_jax.models.loading.tensor_map import map_parameter, standard_name
 from paged_jax.models.quantisation import find_quantisation
 from paged_jax.models.rope import RopeScaling
+from tests.support.real_checkpoints import REAL_CHECKPOINTS
 
-_CHECKPOINTS = {
-    checkpoint["model"]: checkpoint
-    for checkpoint in json.loads(
-        (Path(__file__).parent / "data" / "real_checkpoints.json").read_text(encoding="utf-8")
-    )
-}
-_WHOLE = [model for model, checkpoint in _CHECKPOINTS.items() if checkpoint["seen"] == "all"]
+_WHOLE = [model for model, checkpoint in REAL_CHECKPOINTS.items() if checkpoint["seen"] == "all"]
 
 
-@pytest.mark.parametrize("model", _CHECKPOINTS)
+@pytest.mark.parametrize("model", REAL_CHECKPOINTS)
 def test_map_parameter_reads_every_tensor_of_real_checkpoints_once(model):
-    checkpoint = _CHECKPOINTS[model]
+    checkpoint = REAL_CHECKPOINTS[model]
     config = LlamaConfig.from_dict(checkpoint["config"])
     item_bytes = jnp.dtype(checkpoint.get("stored", config.dtype)).itemsize
     others = {
@@ -76,7 +63,7 @@ def test_map_parameter_reads_every_tensor_of_real_checkpoints_once(model):
 
 @pytest.mark.parametrize("model", _WHOLE)
 def test_recorded_names_reproduce_the_length_of_a_real_index(model):
-    checkpoint = _CHECKPOINTS[model]
+    checkpoint = REAL_CHECKPOINTS[model]
     index = checkpoint["index"]
     patterns = [*checkpoint["weights"], *checkpoint.get("others", {})]
     file = f"model-00001-of-{index['num_files']:05}.safetensors"
@@ -93,7 +80,7 @@ def test_recorded_names_reproduce_the_length_of_a_real_index(model):
 
 
 def test_families_without_a_complete_index():
-    whole = {_CHECKPOINTS[model]["family"] for model in _WHOLE}
+    whole = {REAL_CHECKPOINTS[model]["family"] for model in _WHOLE}
     assert FAMILIES.keys() - whole == {
         "smollm3", "qwen2_moe", "olmo3", "glm4", "cohere2", "seed_oss", "ernie4_5", "cwm", "gemma",
         "glm", "cohere", "glm4_moe", "dots1", "minimax_m2", "gemma4_text", "ministral3",
