@@ -15,7 +15,7 @@ from tests.support import agent_libraries, agent_sessions
 from tests.support.agent_libraries import Report
 from tests.support.live_server import LiveServer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.peers]
 
 # The template of the file has no tools. This one writes them as the models of Hermes do.
 TEMPLATE = (

@@ -74,6 +74,7 @@ def answers(llm) -> list[Any]:
     return llm.chat(CHATS, params, use_tqdm=False)
 
 
+@pytest.mark.peers
 def test_answers_equal_those_of_transformers(smollm2_file, answers) -> None:
     reference = load_reference(smollm2_file)
     for answer in answers:

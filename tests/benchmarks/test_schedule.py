@@ -106,6 +106,7 @@ def test_mixes_of_traces_are_consecutive_requests(tmp_path) -> None:
         assert call.capacity == capacity
 
 
+@pytest.mark.slow
 def test_mixes_read_recorded_traces(data_dir) -> None:
     calls = mixes.recorded(data_dir / "traces", num_draws=1)
     assert len(calls) == sum(len(batches) for *_, batches in mixes.TRACES.values())

@@ -146,6 +146,7 @@ def test_read_trace_refuses_other_files(tmp_path, name, text, message) -> None:
         read_trace(path, 9)
 
 
+@pytest.mark.slow
 def test_read_trace_reads_the_real_ones(data_dir) -> None:
     azure = read_trace(data_dir / "traces" / "azure2023_conv.csv", 10**6)
     mooncake = read_trace(data_dir / "traces" / "mooncake_conversation.jsonl", 10**6)

@@ -282,6 +282,7 @@ SMOLLM2_TEXT = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_real_vocabulary_gives_the_tokens_of_llama_cpp(smollm2_file, data_dir):
     tokenizer = Tokenizer.from_folder(smollm2_file)
     assert tokenizer.encode(TEXT) == SMOLLM2_TEXT
