@@ -54,6 +54,7 @@ def test_distributions_contain_the_whole_package(distributions) -> None:
         in_sdist = {name.split("/", 1)[-1] for name in archive.getnames()}
     assert package_files() <= in_wheel
     assert package_files() <= in_sdist
+    assert not [name for name in in_sdist if name.startswith("tests/data")]
     # The links at the root must not become packages, which could collide with other packages.
     assert not [name for name in in_wheel if name.startswith(OTHERS)]
 
