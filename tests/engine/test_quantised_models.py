@@ -1,13 +1,15 @@
 """Quantised checkpoints in an engine: tokens, several devices, new weights, sleep, checkpoints.
 
-The checkpoints were written by the tools that define their formats, see the README of the test
-data.
+The checkpoints were written by the tools that define their formats, see tests/data/quantised.
+`ENGINES` and `MIXTURES` have the matrices of all formats, which a test checks. Engines of GGUF and
+of GPTQ are part of the core, and all others are slow.
 """
 
 import contextlib
 import itertools
 import json
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,44 +30,36 @@ from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
 from paged_jax.models.loading.parameters import ModelSpec, WeightsError, named_arrays
 from paged_jax.models.loading.pretrained import from_pretrained, read_config, read_formats
 from paged_jax.models.matrix_formats import MatrixFormats, matrix_name
-from paged_jax.runner import runner
-from paged_jax.runner.sizes import row_bucket
+from tests.support import DATA
 from tests.support.compiler import needs_vnni
 from tests.support.processes import run_on_devices
 from tests.support.random_model import random_llama
 
 pytestmark = pytest.mark.usefixtures("padded_rows")
 
-# Checkpoints with an engine of their own, each with other options: each option meets several
-# formats. All other checkpoints have formats of these and of `MIXTURES`.
+# Checkpoints with an engine of their own, each with other options. All other checkpoints have
+# formats of these and of `MIXTURES`.
 ENGINES = {
-    "awq-gemm": {},
     "ct-fp8-block": {"preemption": "swap"},
-    "ct-w4a16-group-sym": {"cascade_attention": False},
-    "fp8-tensor": {"backend": "xla", "num_speculative_tokens": 3},
     "gguf-k-quants": {"steps_per_dispatch": 1},
     "gguf-mixed": {"cascade_attention": False},
     "gguf-q4_0": {"num_speculative_tokens": 3},
     "gptq-v1-actorder": {"kv_dtype": "int8"},
-    "gptq-v1-asym": {"preemption": "swap"},
-    "mlx-q8": {"kv_dtype": "int8", "num_speculative_tokens": 2},
 }
 # The checkpoint of each kind of matrix and, last, of the embeddings and of the output head.
 KINDS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "rest")
 MIXTURES = {
-    ("bnb-int8", "bnb-nf4", "ct-fp8-channel", "ct-mxfp4a16", "mlx-q4"): {"steps_per_dispatch": 3},
+    ("bnb-int8", "bnb-nf4", "awq-gemm", "ct-mxfp4a16", "mlx-q4"): {"steps_per_dispatch": 3},
     ("ct-nvfp4a16", "ct-w4a16-actorder", "ct-w4a16-channel", "ct-w4a16-group-asym", "mlx-mxfp4"): {
         "kv_dtype": "int8",
         "preemption": "recompute",
     },
-    ("ct-w8a16-pack", "fp8-block", "mlx-q4", "ct-fp8-channel", "ct-fp8-channel"): {
+    ("ct-w8a16-pack", "fp8-block", "mlx-q8", "fp8-tensor", "ct-fp8-channel"): {
         "backend": "xla",
         "preemption": "swap",
     },
 }
-# Formats of most codes, with and without minima, an order, and drafts.
-QUICK = ("awq-gemm", "fp8-tensor", "gguf-q4_0", "gptq-v1-actorder", "mlx-q8")
-NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ENGINES]
+CORE = ("gguf-q4_0", "gptq-v1-actorder")
 SIZES = {"block_size": 4, "num_blocks": 22, "max_num_seqs": 4, "max_chunk": 16, "max_model_len": 64}
 # The first prompts share their beginning, and the last repeats itself, so that drafts are accepted.
 PROMPTS = [[5, *range(9, 26)], [5, *range(9, 19), 7, 8], [3, 4] * 6, [77, 1, 30]]
@@ -73,8 +67,13 @@ PAIR = SamplingParams(temperature=1, seed=3, n=2, max_tokens=14, ignore_eos=True
 GREEDY = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True)
 
 
-def path_of(data_dir, name):
-    folder = data_dir / "quantised" / name
+def slow(*values: Any) -> Any:
+    """Return the values of a parametrised test that is not part of the core."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def path_of(name):
+    folder = DATA / "quantised" / name
     return folder / "model.gguf" if (folder / "model.gguf").exists() else folder
 
 
@@ -85,18 +84,18 @@ def loading(name, *, dequantise=False):
     return contextlib.nullcontext()
 
 
-def load(data_dir, name, *, dequantise=False, **options):
+def load(name, *, dequantise=False, **options):
     """Return the model of a checkpoint, whose rows are in order."""
-    path = path_of(data_dir, name)
+    path = path_of(name)
     options = {"dtype": "float32", "dequantise": dequantise, **options}
     with loading(name, dequantise=dequantise):
         return Llama.from_pretrained(path, **options)
 
 
-def load_engine(data_dir, name, **options) -> LLM:
+def load_engine(name, **options) -> LLM:
     """Return an engine that has loaded a checkpoint. Its kernels read interleaved rows."""
     with loading(name):
-        llm = LLM(path_of(data_dir, name), dtype="float32", **{**SIZES, **options})
+        llm = LLM(path_of(name), dtype="float32", **{**SIZES, **options})
     assert is_interleaved(llm) == ("backend" not in options)
     return llm
 
@@ -116,9 +115,9 @@ def generate(llm, prompts=PROMPTS):
     return tokens_of(llm.generate(inputs, [GREEDY, PAIR] * len(prompts), use_tqdm=False))
 
 
-def combine(data_dir, names) -> Llama:
+def combine(names) -> Llama:
     """Return a model with each kind of matrix of another checkpoint, see `KINDS`."""
-    *donors, rest = [load(data_dir, name) for name in names]
+    *donors, rest = [load(name) for name in names]
     arrays, formats = named_arrays(rest), rest.formats
     others = {name: formats[name] for name in ("embed_tokens", "lm_head")}
     for kind, donor in zip(KINDS, donors, strict=False):
@@ -153,57 +152,53 @@ def check_tokens(llm: LLM) -> list[list[list[int]]]:
     return alone
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_tokens_do_not_depend_on_other_requests(data_dir, monkeypatch, name) -> None:
+@pytest.mark.parametrize("name", [name if name in CORE else slow(name) for name in ENGINES])
+def test_tokens_do_not_depend_on_other_requests(name) -> None:
     """Forks, prefix cache, preemption and drafts give the tokens of a request alone."""
-    if name == "awq-gemm":
-        monkeypatch.setattr(runner, "row_bucket", row_bucket)
-    llm = load_engine(data_dir, name, **ENGINES[name])
-    alone = check_tokens(llm)
+    llm = load_engine(name, **ENGINES[name])
+    check_tokens(llm)
     assert bool(llm.stats.num_accepted_tokens) == ("num_speculative_tokens" in ENGINES[name])
-    if name == "gguf-q4_0":
-        model = load(data_dir, name)
-        assert model.formats.is_quantised
-        in_order = LLM(model, **SIZES)
-        assert not is_interleaved(in_order)
-        assert generate(in_order, PROMPTS[:1]) == alone[:2]
+
+
+@pytest.mark.slow
+def test_rows_in_order_give_the_tokens_of_interleaved_rows() -> None:
+    model = load("gguf-q4_0")
+    assert model.formats.is_quantised
+    in_order = LLM(model, **SIZES)
+    assert not is_interleaved(in_order)
+    assert generate(in_order) == generate(load_engine("gguf-q4_0"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", MIXTURES, ids="-".join)
-def test_tokens_of_mixed_formats_do_not_depend_on_other_requests(data_dir, names) -> None:
-    check_tokens(LLM(combine(data_dir, names), **{**SIZES, **MIXTURES[names]}))
+def test_tokens_of_mixed_formats_do_not_depend_on_other_requests(names) -> None:
+    check_tokens(LLM(combine(names), **{**SIZES, **MIXTURES[names]}))
 
 
-def test_engines_have_the_formats_of_all_checkpoints(data_dir) -> None:
+def test_engines_have_the_formats_of_all_checkpoints() -> None:
     def formats_of(name):
-        path = path_of(data_dir, name)
+        path = path_of(name)
         with warnings.catch_warnings(action="ignore"):  # see `load`
             formats = read_formats(Llama, path, read_config(path), dtype="float32")
         kinds = (f"layers.{layer}.{kind}" for layer in (0, 1) for kind in KINDS[:4])
         return {formats[each] for each in (*kinds, "embed_tokens", "lm_head")}
 
     tested = set().union(*map(formats_of, {*ENGINES, *itertools.chain(*MIXTURES)}))
-    folders = [path.name for path in (data_dir / "quantised").iterdir() if path.is_dir()]
+    folders = [path.parent.name for path in DATA.glob("quantised/*/reference.npz")]
     quantised = [name for name in folders if name != "base-bf16"]
     assert len(quantised) > 25
     for name in quantised:
         assert formats_of(name) <= tested, name
 
 
+@pytest.mark.slow
 @needs_vnni
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gguf-q4_0",
-        pytest.param("mlx-q8", marks=pytest.mark.slow),
-    ],
-)
-def test_int8_activations(data_dir, name) -> None:
+@pytest.mark.parametrize("name", ["gguf-q4_0", "mlx-q8"])
+def test_int8_activations(name) -> None:
     """Tokens do not depend on other requests, and log-probabilities change little."""
     options = {"num_speculative_tokens": 2} if name == "gguf-q4_0" else {}
     options = {**SIZES, **options, "int8_activations": True}
-    llm = LLM(path_of(data_dir, name), dtype="float32", **options)
+    llm = LLM(path_of(name), dtype="float32", **options)
     check_tokens(llm)
     assert bool(llm.stats.num_drafts) == ("num_speculative_tokens" in options)
 
@@ -212,7 +207,7 @@ def test_int8_activations(data_dir, name) -> None:
     [output] = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
     rows = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
     scores = np.array([row[token].logprob for token, row in rows])
-    model, token_ids = load(data_dir, name), np.array([prompt], np.int32)
+    model, token_ids = load(name), np.array([prompt], np.int32)
     logprobs = jax.jit(lambda model: jax.nn.log_softmax(model(token_ids)[0]))(model)
     exact = np.asarray(logprobs)[np.arange(len(prompt) - 1), prompt[1:]]
     difference = np.abs(exact - scores)
@@ -228,18 +223,17 @@ def test_int8_activations(data_dir, name) -> None:
         ("gguf-q4_0", {}, "without C\\+\\+ kernels \\(there is no compiler\\)"),
     ],
 )
-def test_int8_activations_that_are_impossible(data_dir, monkeypatch, name, options, words) -> None:
+def test_int8_activations_that_are_impossible(monkeypatch, name, options, words) -> None:
     flags = "avx2" if "processor" in words else "avx512_vnni"
     monkeypatch.setattr(library, "processor", lambda: flags)
     monkeypatch.setattr(cpu, "load", lambda kernel: LoadedKernel(None, "there is no compiler"))
     rule = f"Engine: int8_activations must be False {words}, got True."
     with pytest.raises(ArgumentError, match=rule):
-        LLM(load(data_dir, name), **SIZES, **options, int8_activations=True)
+        LLM(load(name), **SIZES, **options, int8_activations=True)
 
 
 _ON_TWO_DEVICES = """
     import sys, warnings
-    from pathlib import Path
     import numpy as np
     from paged_jax import LLM
     from paged_jax.models.llama import Llama
@@ -252,18 +246,18 @@ _ON_TWO_DEVICES = """
 
     runner.row_bucket = full_batch
     SIZES["num_blocks"] = 40
-    data_dir, has_vnni = Path(sys.argv[1]), sys.argv[2] == "True"
+    has_vnni = sys.argv[1] == "True"
 
     MIXTURE = "ct-w8a16-pack", "ct-nvfp4a16", "fp8-block", "ct-fp8-channel", "ct-fp8-channel"
 
     def load(name, **options):
-        return Llama.from_pretrained(path_of(data_dir, name), dtype="float32", **options)
+        return Llama.from_pretrained(path_of(name), dtype="float32", **options)
 
     for name in (
         "gguf-q4_0", "gptq-v1-actorder", "ct-w4a16-group-asym", "fp8-block", "ct-nvfp4a16",
         "bnb-int8", "gguf-k-quants",
     ):
-        path = path_of(data_dir, name)
+        path = path_of(name)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             divided = LLM(path, **SIZES, dtype="float32", tensor_parallel_size=2)
@@ -289,7 +283,7 @@ _ON_TWO_DEVICES = """
         assert generate(divided) == wanted, name
 
     # Loaded models are divided if their groups allow it.
-    model = combine(data_dir, MIXTURE)
+    model = combine(MIXTURE)
     wanted = generate(LLM(model, **SIZES))
     assert generate(LLM(model, **SIZES, tensor_parallel_size=2)) == wanted
     try:
@@ -303,31 +297,33 @@ _ON_TWO_DEVICES = """
 
     if has_vnni:
         options = {"tensor_parallel_size": 2, "int8_activations": True, "dtype": "float32"}
-        divided = LLM(path_of(data_dir, "gguf-q4_0"), **SIZES, **options)
+        divided = LLM(path_of("gguf-q4_0"), **SIZES, **options)
         alone = generate_alone(divided)
         divided.reset_prefix_cache()
         assert generate(divided) == alone, "int8 activations"
 """
 
 
-def test_tokens_on_two_devices_match_one_device(data_dir) -> None:
+@pytest.mark.slow
+def test_tokens_on_two_devices_match_one_device() -> None:
     """The inputs of a part, 48 of 96, need smaller groups and wider values in most formats.
 
     The reference is a model with dequantised weights on one device. The models of all these
     checkpoints share its programs.
     """
-    run_on_devices(_ON_TWO_DEVICES, data_dir, not needs_vnni.args[0], num_devices=2)
+    run_on_devices(_ON_TWO_DEVICES, not needs_vnni.args[0], num_devices=2)
 
 
 @pytest.mark.parametrize(
-    "name", ["gptq-v1-actorder", "gguf-q4_0", "gguf-k-quants", "ct-fp8-channel"]
+    "name",
+    ["gptq-v1-actorder", slow("gguf-q4_0"), slow("gguf-k-quants"), slow("ct-fp8-block")],
 )
-def test_engine_quantises_new_weights_and_sleeps(data_dir, name) -> None:
+def test_engine_quantises_new_weights_and_sleeps(name) -> None:
     """Floats of a trainer, weights of the same format, and weights of another folder."""
-    model, floats = load(data_dir, name), load(data_dir, name, dequantise=True, scan_layers=False)
+    model, floats = load(name), load(name, dequantise=True, scan_layers=False)
     assert not floats.formats.is_quantised
     options = ENGINES[name] if name == "gptq-v1-actorder" else {}
-    llm = load_engine(data_dir, name, **options)
+    llm = load_engine(name, **options)
     jax.tree.map(np.testing.assert_array_equal, nnx.state(llm.model), nnx.state(model))
     wanted = generate(llm)
     llm.sleep(1)
@@ -346,7 +342,7 @@ def test_engine_quantises_new_weights_and_sleeps(data_dir, name) -> None:
         assert np.abs(got - wide).mean() < 0.02 * np.abs(wide).max()
     llm.update_params(model)
     assert generate(llm) == wanted
-    llm.update_params(llm.load_params(path_of(data_dir, name)))
+    llm.update_params(llm.load_params(path_of(name)))
     assert generate(llm) == wanted
 
 
@@ -356,9 +352,9 @@ def as_floats(arrays, name, format: WeightFormat):
     return jax.vmap(lambda each: dequantise(each, format.code))(layers)
 
 
-def test_update_params_refuses_another_format(data_dir) -> None:
-    llm = LLM(load(data_dir, "mlx-q4"), **SIZES)
-    other = load(data_dir, "mlx-mxfp4")
+def test_update_params_refuses_another_format() -> None:
+    llm = LLM(load("mlx-q4"), **SIZES)
+    other = load("mlx-mxfp4")
     with pytest.raises(
         ValueError, match="must be quantised like the engine's model, or not quantised. Expected"
     ):
@@ -367,30 +363,37 @@ def test_update_params_refuses_another_format(data_dir) -> None:
         llm.update_params(nnx.state(other))
 
 
-@pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize(
-    "name", ["gptq-v1-actorder", "mlx-q4", "gguf-mixed", "gguf-k-quants", "fp8-block"]
+    ("name", "stacked"),
+    [
+        ("gptq-v1-actorder", False),
+        ("gguf-mixed", True),
+        slow("gptq-v1-actorder", True),
+        slow("mlx-q4", False),
+        slow("gguf-k-quants", True),
+        slow("fp8-block", False),
+    ],
 )
-def test_checkpoints_keep_the_formats(data_dir, tmp_path, name, stacked) -> None:
-    model = load(data_dir, name)
+def test_checkpoints_keep_the_formats(tmp_path, name, stacked) -> None:
+    model = load(name)
     save_checkpoint(model, tmp_path)
     loaded = load_checkpoint(Llama, tmp_path, model.config, scan_layers=stacked)
     assert loaded.formats == model.formats and loaded.scan_layers == stacked
-    direct = load(data_dir, name, scan_layers=stacked)
+    direct = load(name, scan_layers=stacked)
     arrays = named_arrays(loaded)
     for key, array in named_arrays(direct).items():
         np.testing.assert_array_equal(arrays[key], array, err_msg=key, strict=True)
     wide = load_checkpoint(Llama, tmp_path, model.config, scan_layers=stacked, dequantise=True)
-    expected = named_arrays(load(data_dir, name, scan_layers=stacked, dequantise=True))
+    expected = named_arrays(load(name, scan_layers=stacked, dequantise=True))
     for key, array in named_arrays(wide).items():
         np.testing.assert_allclose(array, expected[key], rtol=1e-6, atol=1e-7, err_msg=key)
 
 
 def test_checkpoints_in_compact_formats_are_widened_for_other_devices(
-    data_dir, tmp_path, monkeypatch
+    tmp_path, monkeypatch
 ) -> None:
     """Widening keeps all elements, and layers with equal formats stay stacked."""
-    model = load(data_dir, "gguf-k-quants", scan_layers=True)
+    model = load("gguf-k-quants", scan_layers=True)
     assert model.formats["layers.o_proj"].code == "uint5"
     save_checkpoint(model, tmp_path)
     monkeypatch.setattr(orbax, "can_keep_compact", lambda config, sharding: False)
@@ -405,8 +408,8 @@ def test_checkpoints_in_compact_formats_are_widened_for_other_devices(
         )
 
 
-def test_checkpoint_with_damaged_formats_is_refused(data_dir, tmp_path) -> None:
-    model = load(data_dir, "mlx-q4")
+def test_checkpoint_with_damaged_formats_is_refused(tmp_path) -> None:
+    model = load("mlx-q4")
     save_checkpoint(model, tmp_path)
     path = tmp_path / "formats.json"
     formats = json.loads(path.read_text())
@@ -419,6 +422,7 @@ def test_checkpoint_with_damaged_formats_is_refused(data_dir, tmp_path) -> None:
         load_checkpoint(Llama, tmp_path, model.config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ["int8", "e2m1"])
 def test_models_with_experts_may_be_quantised(code, tmp_path) -> None:
     """The quantised model is compared with a model of the dequantised weights."""
@@ -462,6 +466,7 @@ def test_models_with_experts_may_be_quantised(code, tmp_path) -> None:
     assert generate(llm, PROMPTS[2:]) == alone
 
 
+@pytest.mark.slow
 def test_scan_over_layers_with_different_formats(tmp_path) -> None:
     """Stacked layers equal separate layers, also in checkpoints and with new weights."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 80}
