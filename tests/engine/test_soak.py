@@ -1,15 +1,12 @@
-"""Long traffic from a trace: no request is lost, nothing leaks, and no tokens are mixed up.
+"""Long random traffic: no request is lost, nothing leaks, and no tokens are mixed up.
 
-Lengths and arrivals come from a trace of the Azure LLM inference service (Patel et al., 2024),
-scaled down to the context of the tiny model. Time is counted in engine steps, so every run is the
-same.
+Lengths and arrivals are drawn with the statistics of a trace of the Azure LLM inference service
+(Patel et al., 2024), and lengths are scaled down to the context of the tiny model. Time is counted
+in engine steps, so every run is the same.
 """
 
-import csv
 import dataclasses
-import datetime
 import gc
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +23,10 @@ pytestmark = pytest.mark.optimised
 
 # Number of tokens of the trace per token here.
 PROMPT_SCALE, OUTPUT_SCALE = 64, 16
+# Mean and standard deviation of the logarithm of the number of tokens in the first 1,000 requests
+# of the trace, and its maximum. The time between requests has a mean of 0.216 seconds.
+PROMPT_TOKENS, OUTPUT_TOKENS = (6.49, 1.04, 4100), (5.19, 0.91, 1000)
+MEAN_SECONDS = 0.216
 # Many slots, for batches of all sizes and prefill of several prompts together. The longest request
 # needs 16 blocks, 12 average requests about 80.
 WIDE: dict[str, Any] = {
@@ -49,24 +50,22 @@ def clock(monkeypatch) -> SimpleNamespace:
     return clock
 
 
-def requests_of_trace(data_dir: Path, num_jobs: int, *, steps_per_second: float) -> list[Job]:
-    """Return the first requests of the trace, with random parameters, aborts and priorities."""
+def draw_jobs(num_jobs: int, *, steps_per_second: float) -> list[Job]:
+    """Return requests with random lengths, parameters, aborts and priorities."""
     random = np.random.default_rng(0)
     context, letters = CONFIG.max_position_embeddings, np.arange(3, CONFIG.vocab_size)
-    with (data_dir / "traces" / "azure2023_conv.csv").open() as file:
-        rows = [row for row, _ in zip(csv.DictReader(file), range(num_jobs), strict=False)]
     # Each prompt begins with the instructions of one of a few assistants.
     instructions = [random.choice(letters, n).tolist() for n in (5, 12, 25)]
-    start = _seconds(rows[0])
-    jobs = []
-    for number, row in enumerate(rows):
-        num_tokens = min(max(1, round(int(row["ContextTokens"]) / PROMPT_SCALE)), context - 1)
-        max_tokens = max(1, round(int(row["GeneratedTokens"]) / OUTPUT_SCALE))
+    jobs, seconds = [], 0.0
+    for number in range(num_jobs):
+        num_tokens = min(_draw_length(random, *PROMPT_TOKENS, PROMPT_SCALE), context - 1)
+        max_tokens = _draw_length(random, *OUTPUT_TOKENS, OUTPUT_SCALE)
         max_tokens = min(max_tokens, context - num_tokens)
         begin = instructions[random.choice(3)] if random.random() < 0.5 else []
         own = random.choice(letters, num_tokens).tolist()
         token_ids = [BOS, *begin, *own][:num_tokens]
-        at = int((_seconds(row) - start) * steps_per_second)
+        at = int(seconds * steps_per_second)
+        seconds += random.exponential(MEAN_SECONDS)
         jobs.append(
             Job(
                 str(number),
@@ -81,9 +80,10 @@ def requests_of_trace(data_dir: Path, num_jobs: int, *, steps_per_second: float)
     return jobs
 
 
-def _seconds(row: dict[str, str]) -> float:
-    # Python parses six of the seven digits after the point.
-    return datetime.datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+def _draw_length(
+    random: np.random.Generator, mean: float, deviation: float, most: int, scale: int
+) -> int:
+    return max(1, round(min(random.lognormal(mean, deviation), most) / scale))
 
 
 def _params(random: np.random.Generator, max_tokens: int) -> SamplingParams:
@@ -157,7 +157,7 @@ def check_alone(
         if all(sample.finish_reason != "abort" for sample in outputs[job.name].outputs)
     ]
     completed.sort(key=lambda job: job.name not in preempted)
-    # The first half is preempted jobs, if there are enough; the rest comes from the whole trace.
+    # The first half is preempted jobs, if there are enough; the rest comes from all jobs.
     others = completed[NUM_ALONE // 2 :]
     for job in [*completed[: NUM_ALONE // 2], *others[:: len(others) // (NUM_ALONE // 2)]]:
         job = dataclasses.replace(job, at=0, abort_at=None, timeout=None)
@@ -194,9 +194,9 @@ def count_ends(outputs: dict[str, RequestOutput]) -> dict[Any, int]:
     ],
 )
 def test_a_thousand_requests_complete_and_leak_nothing(
-    tiny_model, data_dir, clock, sizes, num_jobs, steps_per_second
+    tiny_model, clock, sizes, num_jobs, steps_per_second
 ) -> None:
-    jobs = requests_of_trace(data_dir, num_jobs, steps_per_second=steps_per_second)
+    jobs = draw_jobs(num_jobs, steps_per_second=steps_per_second)
     num_alive = num_sequences_alive()
     engine = Engine(tiny_model, **sizes, preemption="swap")
     # Too little host memory for all preempted sequences, so some are recomputed.
@@ -214,8 +214,8 @@ def test_a_thousand_requests_complete_and_leak_nothing(
 
 
 @pytest.mark.slow
-def test_drafts_and_a_quantised_cache_leak_nothing(tiny_model, data_dir, clock) -> None:
-    jobs = requests_of_trace(data_dir, 200, steps_per_second=9)
+def test_drafts_and_a_quantised_cache_leak_nothing(tiny_model, clock) -> None:
+    jobs = draw_jobs(200, steps_per_second=9)
     jobs = [babbling(job) if int(job.name) % 4 else job for job in jobs]
     num_alive = num_sequences_alive()
     options: dict[str, Any] = {**SIZES, "kv_dtype": "int8", "num_speculative_tokens": 4}
@@ -231,13 +231,13 @@ def test_drafts_and_a_quantised_cache_leak_nothing(tiny_model, data_dir, clock) 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("layers", [("sliding_attention", "full_attention"), ()])
-def test_windows_leak_nothing(data_dir, clock, layers) -> None:
+def test_windows_leak_nothing(clock, layers) -> None:
     """A window and a full-attention layer, and a window alone with fewer blocks."""
     config = dataclasses.replace(
         CONFIG, layer_types=layers, sliding_window=12, model_type="qwen3" if layers else "mistral"
     )
     model = random_llama(config, scale=0.4)
-    jobs = requests_of_trace(data_dir, 300, steps_per_second=9)
+    jobs = draw_jobs(300, steps_per_second=9)
     num_alive = num_sequences_alive()
     sizes = SIZES if layers else {**SIZES, "num_blocks": 10}
     engine = Engine(model, **sizes, preemption="swap")
