@@ -8,7 +8,7 @@ from paged_jax.kernels.weight_formats import dequantise
 from paged_jax.models.gguf_file import GgufFile
 from paged_jax.models.loading.gguf_tensors import FORMATS, GgufTensor
 from paged_jax.models.loading.parameters import WeightsError
-from tests.support.gguf_files import write
+from tests.support.gguf_files import SCALE_PLACES, random_rows, write
 
 _F32 = np.dtype(np.float32)
 QUANTISED = [name for name in FORMATS if name not in ("F32", "F16", "BF16")]
@@ -17,20 +17,7 @@ NUM_ROWS, NUM_BLOCKS = 6, 3
 
 def random_blocks(kind: str) -> np.ndarray:
     """Return random bytes for each block, with finite scales."""
-    block, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    data = np.random.default_rng(0).integers(0, 256, (NUM_ROWS, NUM_BLOCKS, num_bytes), np.uint8)
-    places = _PLACES.get(kind, (0, 2) if kind in _WITH_MINIMA else (0,))
-    for place in places:
-        scales = np.random.default_rng(1).uniform(-2, 2, (NUM_ROWS, NUM_BLOCKS, 1))
-        data[..., place : place + 2] = scales.astype(np.float16).view(np.uint8)
-    if kind == "MXFP4":
-        data[..., 0] = data[..., 0] % 16 + 120
-    return data.reshape(NUM_ROWS, -1)
-
-
-_WITH_MINIMA = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
-# Places of the float16 numbers of a block, if they are not at its start.
-_PLACES = {"MXFP4": (), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,)}
+    return random_rows(kind, NUM_ROWS, NUM_BLOCKS)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +98,7 @@ def test_unsupported_types_are_named(file):
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_scales_that_are_not_finite_are_rejected(tmp_path, kind):
     data = random_blocks(kind)
-    place = max(_PLACES.get(kind, ()), default=0)
+    place = max(SCALE_PLACES.get(kind, ()), default=0)
     data[:, place : place + 2] = [0, 0x7C] if kind != "MXFP4" else [0xFF, 0]
     path = write(tmp_path / "x.gguf", {"general.architecture": "llama"}, {"w": (data, kind)})
     tensor = GgufTensor.of(GgufFile.open(path).tensors["w"])

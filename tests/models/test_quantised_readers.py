@@ -24,6 +24,8 @@ from paged_jax.models.loading.pretrained import from_pretrained, read_config
 from paged_jax.models.loading.safetensors_files import combine_quantised, find_tensors, list_tensors
 from paged_jax.models.quantisation import find_quantisation
 from tests.support import DATA
+from tests.support.quantised_files import FP4, MODULE, to_words
+from tests.support.quantised_files import write_tensors as write
 from tests.support.random_model import random_llama
 
 F32 = np.dtype(np.float32)
@@ -93,14 +95,8 @@ def test_modules_in_the_ignore_list_stay_unquantised() -> None:
 
 # Formats without a folder, and damaged files: one module in a file.
 
-MODULE = "model.layers.0.mlp.down_proj"
 NAME = MODULE + ".weight"
 OUT, IN = 24, 64
-# Names of dtypes in safetensors files. The library does not write all of them.
-DTYPES = {
-    "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-    "float8_e8m0fnu": "F8_E8M0", "int64": "I64", "int32": "I32", "int8": "I8", "uint8": "U8",
-}  # fmt: skip
 
 
 def random(seed: int = 0) -> np.random.Generator:
@@ -108,37 +104,11 @@ def random(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-def write(folder: Path, tensors: dict[str, np.ndarray], module: str = f"{MODULE}.") -> None:
-    """Write tensors of a module. Their names are given without the name of the module."""
-    header, content = {}, b""
-    for name, array in tensors.items():
-        end = len(content) + array.nbytes
-        header[module + name] = {
-            "dtype": DTYPES[array.dtype.name],
-            "shape": array.shape,
-            "data_offsets": [len(content), end],
-        }
-        content += array.tobytes()
-    text = json.dumps(header).encode()
-    size = len(text).to_bytes(8, "little")
-    (folder / "model.safetensors").write_bytes(size + text + content)
-
-
 def read(folder: Path, config: dict):
     """Return the tensors in a folder by name, with quantised matrices combined."""
     quantisation = find_quantisation({"quantization_config": config})
     assert quantisation is not None
     return {each.name: each for each in combine_quantised(list_tensors(folder), quantisation)}
-
-
-def to_words(values: np.ndarray, bits: int, axis: int) -> np.ndarray:
-    """Pack unsigned values into words of 32 bits along an axis, the first in the lowest bits."""
-    values = np.moveaxis(values, axis, -1).astype(np.uint64)
-    per_word = 32 // bits
-    values = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % per_word)])
-    values = values.reshape(*values.shape[:-1], -1, per_word)
-    words = (values << (np.arange(per_word, dtype=np.uint64) * np.uint64(bits))).sum(-1)
-    return np.moveaxis(words.astype(np.uint32).view(np.int32), -1, axis)
 
 
 def fp8_values() -> np.ndarray:
@@ -255,11 +225,6 @@ def packed(*, bits=4, group=32, num_inputs=IN, index=None, zeros="packed", scale
     }
     want = (values - zero[:, index]).astype(np.float32) * scales.astype(np.float32)[:, index]
     return config, tensors, want
-
-
-# The table that bitsandbytes 0.50.2 writes.
-FP4 = np.float32([0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4])
-FP4 = np.concatenate([FP4, -FP4])
 
 
 def bitsandbytes(shape=(OUT, IN), kind="nf4", table=None, block=64):

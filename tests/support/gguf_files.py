@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file
 
@@ -21,6 +22,11 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
     "torch_dtype": "float32",
 }
+# Places of the float16 numbers of a block, by type; by default there is one at its start.
+SCALE_PLACES: Mapping[str, tuple[int, ...]] = {
+    "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "Q2_K": (80, 82), "Q3_K": (108,), "MXFP4": (),
+}  # fmt: skip
 # Values of a type for the writer, by the type in Python.
 _ADDERS = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string"}
 
@@ -56,6 +62,23 @@ def write(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Any], *
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def random_rows(kind: str, num_rows: int, num_blocks: int = 3) -> np.ndarray:
+    """Return random rows of a type as bytes, uint8 ``[rows, row_bytes]``, with finite scales."""
+    rng = np.random.default_rng(0)
+    if kind in ("F32", "F16", "BF16"):
+        values = rng.standard_normal((num_rows, 32 * num_blocks), np.float32)
+        dtype = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}[kind]
+        return values.astype(dtype).view(np.uint8)
+    _, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    data = rng.integers(0, 256, (num_rows, num_blocks, num_bytes), np.uint8)
+    for place in SCALE_PLACES.get(kind, (0,)):
+        scales = np.random.default_rng(1).uniform(-2, 2, (num_rows, num_blocks, 1))
+        data[..., place : place + 2] = scales.astype(np.float16).view(np.uint8)
+    if kind == "MXFP4":
+        data[..., 0] = data[..., 0] % 16 + 120
+    return data.reshape(num_rows, -1)
 
 
 def metadata_of(config: LlamaConfig, architecture: str, **others: Any) -> dict[str, Any]:
