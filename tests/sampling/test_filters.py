@@ -317,6 +317,19 @@ def test_bad_words_yield_if_no_token_is_left() -> None:
     assert best_tokens(logits, state, 2) == [[3, 3], [3, 3], [5, 5]]
 
 
+def test_a_token_that_ends_several_bad_words_counts_once() -> None:
+    """The bad words of a row apply as long as one token is left that they do not exclude."""
+    logits = jnp.zeros((3, V)).at[:, 5].set(1.0)
+    ends = [[5], [9, 5], [8, 9, 5]]
+    before = {"output_token_ids": [8, 9]}
+    state = restricted_rows(
+        {"allowed": [3, 5], "bad_word_ids": ends, **before},  # 3 is left
+        {"allowed": [3, 5], "bad_word_ids": [*ends, [3], [9, 3]], **before},  # none is left
+        {"allowed": [3, 5, 6], "bad_word_ids": [[5], [7], [9, 7], [9, 6]], **before},  # 7 is no use
+    )
+    assert best_tokens(logits, state, starts=(2, 2, 2)) == [[3], [5], [3]]
+
+
 def test_restrictions_do_not_change_other_rows() -> None:
     logits = jax.random.normal(jax.random.key(0), (3, V)).at[2, 3].set(-jnp.inf)
     slots, active = jnp.arange(3, dtype=jnp.int32), jnp.ones(3, jnp.bool_)
