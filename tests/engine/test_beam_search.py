@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from paged_jax import LLM, BeamSearchParams, Llama, SamplingParams, Tokenizer
+from paged_jax.engine.beam_search import BeamChoice
 from tests.support.tiny_model import BOS, CONFIG, EOS, SIZES
 from tests.support.workload import check_empty
 
@@ -219,6 +220,37 @@ def test_beam_search_ends_at_the_context(llm) -> None:
     [sequences] = search(llm, [prompt], beam_width=2, max_tokens=50, ignore_eos=True)
     assert [len(s.tokens) for s in sequences] == [64, 64]
     assert {s.finish_reason for s in sequences} == {"length"}
+
+
+# The end of a search, on the host
+
+
+def scores_of(token_ids, seed: int, max_bias: float) -> np.ndarray:
+    """Return log-probabilities float64 [4] after some tokens, with a bias on token 1."""
+    row = 5 * np.random.default_rng([seed, *token_ids]).normal(size=4)
+    return row - np.log(np.exp(row).sum()) + [0, max_bias, 0, 0]
+
+
+@pytest.mark.parametrize("penalty", [-1.5, 0.0, 2.0])
+@pytest.mark.parametrize("max_bias", [0.0, 0.5, 4.0])
+def test_a_search_ends_only_when_its_result_is_certain(penalty, max_bias) -> None:
+    """With a bias, a sum can grow and exceed 0. Searches that run all steps give the result."""
+    params = BeamSearchParams(beam_width=2, max_tokens=5, length_penalty=penalty)
+    num_early = 0
+    for seed in range(30):
+        prompt = [0] * (1 if seed % 2 else 20)  # the length matters more after a short prompt
+        choice, early = BeamChoice(prompt, 5, params, frozenset({3}), max_bias), None
+        while choice.beams and choice.num_generated < 5:
+            if choice.is_done and early is None:
+                early = choice.best()
+            rows = [scores_of(beam.token_ids, seed, max_bias) for beam in choice.beams]
+            ids = [np.argsort(-row).tolist() for row in rows]
+            ordered = zip(rows, ids, strict=True)
+            choice.advance(ids, [row[order].tolist() for row, order in ordered])
+        assert choice.is_done
+        num_early += early is not None
+        assert early in (None, choice.best())
+    assert num_early > 1 or max_bias == 4
 
 
 # Several prompts, memory
