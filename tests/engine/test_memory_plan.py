@@ -1,13 +1,22 @@
 """`step_bound` and `collectives` against the same sums done by hand for published models."""
 
 import dataclasses
+import math
+from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from paged_jax.engine.memory_plan import DEVICES, collectives, make_plan, step_bound
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.llama import Llama
 from paged_jax.models.mixer_sizes import Mamba2
+from paged_jax.models.paged_model import create_cache
+from paged_jax.models.tensor_parallel import AXIS, DeviceShard, shard_config
+from tests.support import tensor_parallel
 from tests.support.decode_step import LLAMA_3_8B, LLAMA_3_70B, QWEN_3_1B7
 from tests.support.model_shapes import OLMO_HYBRID_7B
 
@@ -86,3 +95,78 @@ def test_collectives_count_layers_of_different_kinds() -> None:
     changes["mlp_layer_types"] = ("none", "dense", "none", "dense")
     nemotron = dataclasses.replace(QWEN_3_1B7, **changes)
     assert values_of(nemotron) == (4 + 1, 5 * QWEN_3_1B7.hidden_size)
+
+
+def traced_sums(config: LlamaConfig, num_devices: int) -> list[int]:
+    """Return the number of values per token in each sum over devices of a forward pass."""
+    num_tokens = 5
+    shard = DeviceShard(AXIS, config.vocab_size, num_devices)
+    own = shard_config("test", config, num_devices)
+    graphdef, weights = nnx.split(nnx.eval_shape(lambda: Llama(own, rngs=nnx.Rngs(0), shard=shard)))
+
+    def run(weights: Any, tokens: jax.Array) -> jax.Array:
+        return tensor_parallel.logits(nnx.merge(graphdef, weights), tokens)
+
+    def sums_of(jaxpr: Any) -> Iterator[int]:
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "psum":
+                yield sum(math.prod(x.aval.shape) for x in equation.invars) // num_tokens
+            for each in jax.tree.leaves([*equation.params.values()]):
+                inner = getattr(each, "jaxpr", each)
+                yield from sums_of(inner) if hasattr(inner, "eqns") else ()
+
+    make_jaxpr = jax.make_jaxpr(run, axis_env=[(AXIS, num_devices)])
+    return [*sums_of(make_jaxpr(weights, jnp.zeros(num_tokens, jnp.int32)).jaxpr)]
+
+
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20, "shared_expert_gate": False,
+    "norm_placement": "sandwich",
+}  # fmt: skip
+MAMBA = Mamba2(num_heads=8, num_groups=2, head_dim=6, state_dim=10, conv_width=4, conv_bias=True)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "changes"),
+    [
+        (2, EXPERTS),
+        (2, EXPERTS | {"separate_expert_norms": True}),
+        (2, {"qk_norm": True, "qk_norm_scope": "projection", "norm_placement": "parallel"}),
+        (4, {"mixer": MAMBA, "layer_types": ("linear_attention", "full_attention")}),
+    ],
+    ids=["experts", "experts with separate norms", "norms over all heads", "Mamba-2"],
+)
+def test_collectives_equal_those_of_the_traced_model(num_devices, changes) -> None:
+    config = dataclasses.replace(tensor_parallel.CONFIG, **changes)
+    sums = traced_sums(config, num_devices)
+    plan = make_plan(config, 1 << 30, "cpu", tensor_parallel_size=num_devices)
+    found = collectives(plan, 3)
+    assert found.num_all_reduces == len(sums)
+    # A device sends each value of a sum twice, except for its own part.
+    logits = num_devices * plan.shard.vocab_size
+    assert found.sent == 3 * 4 * (2 * sum(sums) + logits) * (num_devices - 1) // num_devices
+
+
+def test_steps_have_room_for_three_copies_of_the_states_of_a_recurrent_layer() -> None:
+    """Two plans differ only in the size of the states, which is counted in arrays of a cache."""
+    config = dataclasses.replace(
+        tensor_parallel.CONFIG, mixer=MAMBA, layer_types=("linear_attention", "linear_attention")
+    )
+    wide = dataclasses.replace(config, mixer=dataclasses.replace(MAMBA, state_dim=50))
+
+    def steps_and_state(config: LlamaConfig) -> tuple[dict[str, int], int]:
+        plan = make_plan(config, 1 << 30, "gpu", max_num_seqs=7, num_speculative_tokens=2)
+        cache = jax.eval_shape(
+            lambda: create_cache(
+                config, num_slots=7, max_length=64, num_blocks=4, dtype=plan.kv_dtype, num_states=7,
+                platform="gpu",
+            )
+        )  # fmt: skip
+        states = jax.tree.leaves(cache.states.pools)
+        return plan.footprint.steps, sum(x.size * x.dtype.itemsize for x in states) // 14
+
+    (steps, state), (wide_steps, wide_state) = map(steps_and_state, (config, wide))
+    added = {name: wide_steps[name] - size for name, size in steps.items()}
+    of_model = dict.fromkeys(("prefill", "score", "decode", "verify"), 3 * 7 * (wide_state - state))
+    assert added == of_model | {"swap": 0, "tables": 0}
