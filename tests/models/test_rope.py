@@ -11,7 +11,7 @@ from flax import nnx
 from paged_jax.kernels.norm_rope import rotate
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
-from paged_jax.models.rope import Rope, RopeScaling, head_order, rotations
+from paged_jax.models.rope import QueryScale, Rope, RopeScaling, head_order, rotations
 from paged_jax.models.rope_json import read_scaling
 
 _SIZES = {
@@ -382,3 +382,41 @@ def test_head_order_preserves_the_rotation(interleaved, rotary_dim):
     rotated = rotate(jnp.asarray(head[..., order]), cos, sin)
     np.testing.assert_allclose(rotated, expected[..., order], rtol=0, atol=1e-6)
     assert (order == list(range(D))) == (rotary_dim == D and not interleaved)
+
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+
+
+def test_query_scale_is_the_factor_of_ministral_3():
+    """`get_llama_4_attn_scale` of transformers, in float64."""
+    rope = {
+        "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "original_max_position_embeddings": 16384, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }  # fmt: skip
+    sizes = SIZES | {"max_position_embeddings": 262144, "rope_parameters": rope}
+    scale = LlamaConfig.from_dict({"model_type": "ministral3", **sizes}).query_scale
+    assert scale is not None and not scale.only_without_rope
+    edges = np.arange(1, 17) * 16384
+    positions = np.concatenate([[0, 1], edges - 1, edges])
+    want = 1 + 0.1 * np.log(1 + np.floor(positions / 16384))
+    found = scale.factors(jnp.asarray(positions, jnp.int32))
+    np.testing.assert_allclose(found, want, rtol=2e-7, atol=0)
+
+
+def test_query_scale_of_llama_4_counts_positions_from_one():
+    """Llama4TextAttention of transformers, in float64."""
+    config = SIZES | {"model_type": "llama4_text", "floor_scale": 64, "attn_scale": 0.2}
+    scale = LlamaConfig.from_dict({**config, "attn_temperature_tuning": True}).query_scale
+    assert scale is not None and scale.only_without_rope
+    positions = np.array([0, 62, 63, 64, 126, 127, 10**6])
+    want = np.log1p(np.floor((positions + 1.0) / 64)) * 0.2 + 1
+    found = scale.factors(jnp.asarray(positions, jnp.int32))
+    np.testing.assert_allclose(found, want, rtol=2e-7, atol=0)
+    # Negative positions are those of tokens that do not exist.
+    np.testing.assert_array_equal(scale.factors(jnp.array([-1, -999])), 1)
+    with pytest.raises(ValueError, match="query_scale must have a positive beta"):
+        QueryScale(beta=0.0, length=4)
