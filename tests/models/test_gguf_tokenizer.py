@@ -219,11 +219,17 @@ def test_merges_outside_the_vocabulary_are_dropped(tmp_path, merge):
         assert tokenizer.encode(text) == usual.encode(text)
 
 
-def test_phi3_drops_spaces_after_special_tokens(tmp_path):
-    metadata = sentencepiece() | {"general.name": "Phi-3 mini"}
-    tokenizer = load(tmp_path, metadata)
-    found = pieces(tokenizer, "</s>  and<tool> and", add_special_tokens=False)
-    assert found == ["</s>", "▁and", "<tool>", "▁and"]
+@pytest.mark.parametrize("name", ["Phi-3 mini", "PHI3", "phi-3.5-MoE", None])
+def test_phi3_drops_spaces_after_special_tokens(tmp_path, name):
+    """The exceptions are those of llama.cpp: it sets the attribute RSTRIP of the other tokens."""
+    metadata = sentencepiece()
+    for key, value in ("tokens", "<|endoftext|>"), ("token_type", CONTROL), ("scores", -99.0):
+        metadata[f"tokenizer.ggml.{key}"].append(value)
+    tokenizer = load(tmp_path, metadata | ({} if name is None else {"general.name": name}))
+    for token in ("</s>", "<tool>", "<unk>", "<s>", "<|endoftext|>"):
+        strips = name is not None and token in ("</s>", "<tool>")
+        found = pieces(tokenizer, f"an{token}  and", add_special_tokens=False)
+        assert found == ["▁an", token, *(["▁and"] if strips else ["▁▁", "▁and"])]
 
 
 def test_huggingface_json_comes_first(tmp_path):
