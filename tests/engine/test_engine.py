@@ -398,7 +398,7 @@ def test_kv_dtype_int8_changes_log_probabilities_slightly(tiny_model, engine) ->
     narrow = Engine(tiny_model, **SIZES, kv_dtype="int8")
     params = dataclasses.replace(GREEDY, max_tokens=1)
     exact, rough = (complete(e, LONG, params).outputs[0] for e in (engine, narrow))
-    assert rough.cumulative_logprob == pytest.approx(exact.cumulative_logprob, abs=0.3)
+    assert 0 < abs(rough.cumulative_logprob - exact.cumulative_logprob) < 0.05
     check_empty(narrow)
 
 

@@ -263,7 +263,7 @@ def test_paged_rope_write_has_the_gradients_of_separate_ops(backend):
     expected = jax.jit(jax.grad(functools.partial(loss, one_by_one), argnums=(0, 1)))(pools, new)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(
-            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-2, atol=1e-5
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-5, atol=1e-5
         )
 
 
