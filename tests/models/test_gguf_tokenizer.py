@@ -14,11 +14,21 @@ import pytest
 from paged_jax.models.gguf_file import GgufFile
 from paged_jax.models.text.gguf_tokenizer import PRE_TOKENIZERS, read_gguf_tokenizer
 from paged_jax.models.text.special_tokens import TokenizerError
-from paged_jax.models.text.tokenizer import _BYTE_OF, Tokenizer
+from paged_jax.models.text.tokenizer import Tokenizer
 from tests.support.gguf_files import write
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
-_CHAR_OF = {byte: char for char, byte in _BYTE_OF.items()}
+# The character of each byte in the vocabulary of GPT-2 (`bytes_to_unicode` of OpenAI): printable
+# bytes stand for themselves, and the n-th of the other bytes for the character 256 + n.
+_PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1),
+              *range(ord("®"), ord("ÿ") + 1)]  # fmt: skip
+_CHAR_OF = {
+    byte: chr(code)
+    for code, byte in [
+        *zip(_PRINTABLE, _PRINTABLE, strict=True),
+        *enumerate((byte for byte in range(256) if byte not in _PRINTABLE), 256),
+    ]
+}
 TEXT = "  I'LL  pay 12345€, McDonald's\n\n\tdéjà <|im_end|> 中文字123 x--y\r\n9"
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
 _ENDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool>"]
