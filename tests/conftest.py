@@ -215,7 +215,7 @@ def data_dir() -> Path:
     """Return the folder of real models, configs and texts, which are not part of the project."""
     folder = Path(os.environ.get("PAGED_JAX_TEST_DATA", ROOT.parent / "shared" / "data"))
     if not folder.is_dir():
-        pytest.skip(f"no test data at {folder}; set PAGED_JAX_TEST_DATA")
+        pytest.skip("no data from outside of the repository: set PAGED_JAX_TEST_DATA")
     return folder
 
 
@@ -227,7 +227,7 @@ def smollm2_file() -> Path:
     path = Path(os.environ[_SMOLLM2])
     path = path / fetch_smollm2.NAME if path.is_dir() else path
     if not fetch_smollm2.is_smollm2(path):
-        pytest.skip(f"no model at {path}; run examples/fetch_smollm2.py, or set {_SMOLLM2}")
+        pytest.skip(f"no SmolLM2: run examples/fetch_smollm2.py, or set {_SMOLLM2}")
     return path
 
 

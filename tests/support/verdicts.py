@@ -14,8 +14,8 @@ import pytest
 
 # Patterns of the reasons for which tests may be skipped, and why that is right.
 ALLOWED_SKIPS = {
-    "no data beside the repository": "models, configs and traces of others cannot be part of it",
-    "no model at .*PAGED_JAX_SMOLLM2": "the chat model is an optional download of 98 MB",
+    "no data from outside of the repository": "models, configs and traces of others cannot be part of it",
+    "no SmolLM2": "the chat model is an optional download of 98 MB",
     "this jax (is too old for Mosaic GPU|has no simulator of a GPU|has no such kernels)": (
         "the oldest supported jax has no Mosaic GPU; the newest runs these tests"
     ),
