@@ -16,9 +16,12 @@ from paged_jax.cache.blocks import state_tables
 from paged_jax.cache.blocks.state_tables import StateTables
 from paged_jax.models.state_places import StatePlaces
 from tests.support.block_tables import check_states
+from tests.support.entries_model import EntriesModel
 
 S, C, INTERVAL = 3, 4, 8
 MAX_BLOCKS = 32  # maximum number of full blocks of a slot
+# Four entries more than slots: two for marks, and two for snapshots.
+NUM_ENTRIES = S + 4
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -29,10 +32,11 @@ def _short_interval():
 
 
 class Simulation:
-    """Slots, and the tokens whose state each entry holds."""
+    """Slots, the tokens whose state each entry holds, and a plain model of the entries."""
 
     def __init__(self, num_entries: int):
         self.tables = StateTables.create(num_entries, S, C)
+        self.model = EntriesModel(num_entries, S)
         self.contents: list[tuple[int, ...] | None] = [None] * num_entries
         self.tokens: list[list[int]] = [[] for _ in range(S)]
         self.known: dict[bytes, tuple[int, ...]] = {}
@@ -47,6 +51,7 @@ class Simulation:
         is_writer = np.array(limits) > 0
         args = jnp.asarray(is_writer), jnp.asarray(self.lengths), jnp.int32(most)
         self.tables = state_tables.plan_states(self.tables, *args)
+        self.plan(limits, most)
         tables = self.tables
         ids = (tables.sources, tables.entries, tables.switch_lengths, tables.next_entries)
         P = self.tables.num_entries
@@ -64,7 +69,16 @@ class Simulation:
             assert all(
                 entry == P for entry, is_on in zip(entries, active, strict=True) if not is_on
             )
+        self.commit()
+
+    def plan(self, limits: list[int], most: int) -> None:
+        writers = [slot for slot, limit in enumerate(limits) if limit]
+        movers = self.model.reserve(writers)
+        self.model.plan_marks(writers, movers, self.lengths.tolist(), most, INTERVAL)
+
+    def commit(self) -> None:
         self.tables = state_tables.commit_marks(self.tables, jnp.asarray(self.lengths))
+        self.model.commit_marks(self.lengths.tolist())
 
     def verify(self, limits: list[int]) -> None:
         """Append tokens to the slots with a limit, in one step that ends at a multiple.
@@ -74,6 +88,7 @@ class Simulation:
         lengths, is_writer = self.lengths, jnp.asarray(limits) > 0
         self.tables = state_tables.reserve_states(self.tables, is_writer)
         self.tables = state_tables.plan_marks(self.tables, is_writer, jnp.asarray(lengths), 1)
+        self.plan(limits, 1)
         tables = self.tables
         ids = (tables.sources, tables.entries, tables.switch_lengths, tables.next_entries)
         P = self.tables.num_entries
@@ -87,7 +102,7 @@ class Simulation:
             self.tokens[slot] += range(self.next_token, self.next_token + count)
             self.next_token += count
             self.contents[entries[slot]] = tuple(self.tokens[slot])
-        self.tables = state_tables.commit_marks(self.tables, jnp.asarray(self.lengths))
+        self.commit()
 
     def publish(self, slot: int) -> None:
         """Ask for a snapshot at the end of each full block of a slot."""
@@ -110,6 +125,21 @@ class Simulation:
         ]
         arrays = map(jnp.asarray, (*arrays, self.lengths))
         self.tables = state_tables.publish_states(self.tables, *arrays)
+        for digest, end in zip(digests, ends, strict=True):
+            self.model.publish(slot, digest, tokens[:end], len(tokens))
+
+    def attach(self, slot: int, index: int) -> None:
+        """Start an empty slot from a snapshot, if there is one."""
+        if self.tokens[slot] or not self.model.cached:
+            return
+        entry = sorted(self.model.cached)[index % len(self.model.cached)]
+        self.tokens[slot] = list(self.model.cached[entry][1])
+        self.tables = state_tables.attach_state(self.tables, jnp.int32(slot), jnp.int32(entry))
+        self.model.attach(slot, entry)
+
+    def forget(self) -> None:
+        self.tables = state_tables.forget_states(self.tables)
+        self.model.forget()
 
     def follow(self, parents: list[int]) -> None:
         new = [
@@ -119,11 +149,13 @@ class Simulation:
         self.tokens = [list(self.tokens[parent]) for parent in new]
         args = jnp.asarray(new, jnp.int32), jnp.asarray(True)
         self.tables = state_tables.follow_states(self.tables, *args)
+        self.model.follow(new)
 
     def release(self, slot: int) -> None:
         mask = np.arange(S) == slot
         self.tables = state_tables.release_states(self.tables, jnp.asarray(mask))
         self.tokens[slot] = []
+        self.model.release(mask.tolist())
 
     def check(self) -> None:
         tables = self.tables
@@ -139,6 +171,15 @@ class Simulation:
             assert (
                 self.contents[entry] == self.known[np.asarray(tables.pool.digests[entry]).tobytes()]
             )
+        pool, model, P = tables.pool, self.model, tables.num_entries
+        for ids, expected in ((tables.entries, model.entries), (tables.marks, model.marks)):
+            assert ids.tolist() == [P if entry is None else entry for entry in expected]
+        for slot, mark in enumerate(model.marks):
+            assert mark is None or int(tables.mark_lengths[slot]) == model.mark_lengths[slot]
+        assert pool.ref_counts.tolist() == list(model.refs.values())
+        assert np.flatnonzero(pool.is_cached).tolist() == sorted(model.cached)
+        ring = (int(pool.head) + np.arange(int(pool.num_free))) % P
+        assert np.asarray(pool.free_queue)[ring].tolist() == list(model.free)
 
 
 LIMITS = st.lists(st.integers(0, 6), min_size=S, max_size=S).filter(any)
@@ -147,14 +188,16 @@ ACTIONS = st.one_of(
     st.tuples(st.just("verify"), LIMITS),
     st.tuples(st.just("publish"), st.integers(0, S - 1)),
     st.tuples(st.just("release"), st.integers(0, S - 1)),
+    st.tuples(st.just("attach"), st.integers(0, S - 1), st.integers(0, 5)),
+    st.tuples(st.just("forget")),
     st.tuples(st.just("follow"), st.lists(st.integers(-1, S - 1), min_size=S, max_size=S)),
 )
 
 
 @settings(max_examples=25)
-@given(st.sampled_from([S, 2 * S]), st.lists(ACTIONS, min_size=4, max_size=14))
+@given(st.sampled_from([S, NUM_ENTRIES]), st.lists(ACTIONS, min_size=4, max_size=14))
 def test_states_and_marks_hold_the_tokens_of_their_slots(num_entries, actions) -> None:
-    """Nothing leaks, no snapshot is overwritten, and as many entries as slots suffice."""
+    """All tables equal those of a plain model, and no snapshot is overwritten."""
     simulation = Simulation(num_entries)
     for name, *args in actions:
         if name == "decode":
@@ -167,7 +210,7 @@ def test_states_and_marks_hold_the_tokens_of_their_slots(num_entries, actions) -
 
 @pytest.mark.parametrize("steps", [1, 3, 8])
 def test_a_long_decode_leaves_a_snapshot_at_the_last_multiple(steps) -> None:
-    simulation = Simulation(2 * S)
+    simulation = Simulation(NUM_ENTRIES)
     while len(simulation.tokens[0]) < 21:
         count = min(steps, 21 - len(simulation.tokens[0]))
         simulation.decode([count, 0, 0], steps)
@@ -177,3 +220,37 @@ def test_a_long_decode_leaves_a_snapshot_at_the_last_multiple(steps) -> None:
     simulation.check()
     [entry] = np.flatnonzero(simulation.tables.pool.is_cached)
     assert len(simulation.contents[entry] or ()) == 16
+
+
+def test_marks_leave_half_of_the_additional_entries_to_snapshots() -> None:
+    """All slots pass a multiple, and the last slot gets no mark. Snapshots can then be kept."""
+    simulation = Simulation(NUM_ENTRIES)
+    simulation.decode([INTERVAL - 1] * S, INTERVAL - 1)
+    simulation.decode([3] * S, 3)
+    simulation.check()
+    assert (simulation.tables.marks < NUM_ENTRIES).tolist() == [True, True, False]
+    for slot in (0, 1):
+        simulation.publish(slot)
+        simulation.release(slot)
+    simulation.check()
+    assert int(simulation.tables.pool.is_cached.sum()) == 2
+
+
+@pytest.mark.parametrize("num_snapshots", [2, 3])
+def test_marks_go_before_snapshots_are_overwritten(num_snapshots) -> None:
+    """Slots continue from snapshots, and two entries are free: enough for two slots."""
+    simulation = Simulation(NUM_ENTRIES)
+    simulation.decode([INTERVAL - 1] * S, INTERVAL - 1)
+    simulation.decode([5] * S, 5)
+    for slot in range(num_snapshots):
+        simulation.publish(slot)
+    before = simulation.tables
+    has_mark = [True, True, False]
+    assert (before.marks < NUM_ENTRIES).tolist() == has_mark and int(before.pool.num_free) == 2
+    snapshots = before.entries[:num_snapshots]
+    assert np.asarray(before.pool.is_cached)[snapshots].all()
+    simulation.decode([1] * S, 1)
+    simulation.check()
+    after = simulation.tables
+    assert (after.marks < NUM_ENTRIES).tolist() == (has_mark if num_snapshots == 2 else [False] * S)
+    assert np.asarray(after.pool.is_cached)[snapshots].all()

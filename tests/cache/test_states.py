@@ -6,7 +6,6 @@ another sequence.
 """
 
 import copy
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,7 +24,6 @@ from paged_jax.cache.groups import StateGroup
 from paged_jax.cache.sequence_blocks import max_blocks_in_window
 from paged_jax.kernels.backend import StateRows
 from paged_jax.kernels.rows import set_states, take_states
-from tests.support.block_model import Content
 from tests.support.block_tables import as_arrays, check_states, contents_of, i32, publish
 from tests.support.cache_histories import (
     JIT,
@@ -42,6 +40,7 @@ from tests.support.cache_histories import (
     swap,
     write_tokens,
 )
+from tests.support.entries_model import EntriesModel
 
 L = 2
 # All kinds of groups: full, latent, with a window, and recurrent.
@@ -110,87 +109,6 @@ class Operations(CacheOperations):
         self.attach = wrap(paged_cache.attach_prefix)
 
 
-class EntriesModel:
-    """Entries of slots in plain Python, with lists and a queue."""
-
-    def __init__(self):
-        self.free = deque(range(NUM_ENTRIES))
-        self.refs = dict.fromkeys(range(NUM_ENTRIES), 0)
-        self.cached: dict[int, tuple[Content, list[int]]] = {}  # with all tokens of the prefix
-        self.entries: list[int | None] = [None] * S
-
-    def hold(self, entry: int | None) -> None:
-        if entry is not None:
-            self.refs[entry] += 1
-
-    def drop(self, entry: int | None) -> None:
-        if entry is None:
-            return
-        self.refs[entry] -= 1
-        if not self.refs[entry] and entry in self.cached:
-            self.free.append(entry)
-        elif not self.refs[entry]:
-            self.free.appendleft(entry)
-
-    def reserve(self, writers: list[int]) -> None:
-        held = [self.entries[slot] for slot in writers]
-        # The last writer of an entry may keep it if all slots that use it write.
-        keepers = {
-            slot
-            for slot, entry in zip(writers, held, strict=True)
-            if entry is not None
-            and held.count(entry) == self.refs[entry]
-            and slot == max(s for s in writers if self.entries[s] == entry)
-        }
-        num_spare = len(self.free) - (len(writers) - len(keepers))
-        assert num_spare >= 0, "as many entries as slots suffice"
-        movers = []
-        for slot in writers:
-            is_spared = slot in keepers and self.entries[slot] in self.cached and num_spare > 0
-            num_spare -= is_spared
-            if slot not in keepers or is_spared:
-                movers.append(slot)
-        taken = [self.free.popleft() for _ in movers]
-        for slot in writers:
-            if slot not in movers:
-                self.cached = {e: c for e, c in self.cached.items() if e != self.entries[slot]}
-        old = [self.entries[slot] for slot in movers]
-        for slot, entry in zip(movers, taken, strict=True):
-            self.cached.pop(entry, None)
-            self.refs[entry], self.entries[slot] = 1, entry
-        for entry in old:
-            self.drop(entry)
-
-    def follow(self, parents: list[int]) -> None:
-        before = list(self.entries)
-        changed = [slot for slot, parent in enumerate(parents) if parent not in (-1, slot)]
-        for slot in changed:
-            self.entries[slot] = before[parents[slot]]
-            self.hold(self.entries[slot])
-        for slot in changed:
-            self.drop(before[slot])
-
-    def release(self, mask: list[bool]) -> None:
-        for slot in range(S):
-            if mask[slot]:
-                self.drop(self.entries[slot])
-                self.entries[slot] = None
-
-    def find(self, content: Content) -> int | None:
-        return next((entry for entry, known in self.cached.items() if known[0] == content), None)
-
-    def attach(self, slot: int, entry: int) -> None:
-        if not self.refs[entry]:
-            self.free.remove(entry)
-        self.hold(entry)
-        self.entries[slot] = entry
-
-    def publish(self, slot: int, content: Content, tokens: list[int]) -> None:
-        entry = self.entries[slot]
-        if entry is not None and entry not in self.cached and self.find(content) is None:
-            self.cached[entry] = content, tokens
-
-
 class StatesMachine(CacheMachine):
     """Random histories, compared with the models after each operation."""
 
@@ -200,7 +118,7 @@ class StatesMachine(CacheMachine):
     @initialize()
     def start(self):
         super().start()
-        self.model = EntriesModel()
+        self.model = EntriesModel(NUM_ENTRIES, S)
         self.counts = {"found": 0, "lacking": 0, "refused": 0, "forgotten": 0}
 
     def make_cache(self) -> PagedCache:
@@ -264,8 +182,8 @@ class StatesMachine(CacheMachine):
         entries = self.entries_of(places)
         for slot, column, content in entries:
             tokens = self.blocks.tokens[slot]
-            if len(tokens) == (column + 1) * C:
-                self.model.publish(slot, content, list(tokens))
+            if len(tokens) >= (column + 1) * C:
+                self.model.publish(slot, content, tokens[: (column + 1) * C], len(tokens))
         self.blocks.publish(entries)
         with_snapshots = partial(self.operations.publish, is_snapshot=jnp.ones(S * M, bool))
         self.cache = publish(self.cache, entries, with_snapshots, S * M)
@@ -302,7 +220,7 @@ class StatesMachine(CacheMachine):
     @rule()
     def forget(self):
         self.blocks.forget()
-        self.model.cached.clear()
+        self.model.forget()
         self.cache = self.operations.forget(self.cache)
 
     @invariant()
