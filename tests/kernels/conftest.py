@@ -1,6 +1,13 @@
-"""Marks tests of compiled backends as `optimised`: they check the machine code that users get."""
+"""Marks tests of machine code, and fails tests in which XLA replaces a kernel for CPUs.
+
+Tests of compiled backends are marked as `optimised`: they check the machine code that users get.
+"""
 
 import pytest
+
+from tests.support.compiler import kernels_are_not_replaced
+
+__all__ = ["kernels_are_not_replaced"]
 
 _FILES = {
     "test_attention.py",

@@ -20,7 +20,8 @@ from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.cpu import compiler, library
 from paged_jax.kernels.cpu.compiler import compile_library
 from paged_jax.kernels.linear import linear
-from tests.support.compiler import needs_compiler
+from tests.support import compiler as compiler_support
+from tests.support.compiler import needs_compiler, needs_vnni
 from tests.support.paged_batch import PagedBatch, queries
 from tests.support.processes import run_on_devices
 
@@ -45,7 +46,7 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     forgetful = functools.cache(library._load.__wrapped__)
     monkeypatch.setattr(library, "_load", forgetful)
-    monkeypatch.setattr(library, "_MISSING", set())
+    monkeypatch.setattr(library, "_MISSING", {})
     monkeypatch.setattr(compiler, "_JOBS", {})
     library._warn.cache_clear()
     return tmp_path
@@ -89,6 +90,44 @@ def run_fresh(num_inputs: int) -> str:
 
 def kept_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("paged_jax/kernels/*"))
+
+
+def kernel_cases() -> list:
+    """Return all kernels. Those of float32 are quick, for quantised weights two codes."""
+    cases = []
+    for kernel in library.all_kernels():
+        is_quick = kernel.dtype == F32 and kernel.code in (None, "int8", "packed4")
+        marks = [] if is_quick else [pytest.mark.slow]
+        if kernel.code is not None and kernel.dtype == jnp.int8:
+            marks.append(needs_vnni)
+        cases.append(pytest.param(kernel, id=_name(kernel), marks=marks))
+    return cases
+
+
+def _name(kernel: library.Kernel) -> str:
+    return "-".join(filter(None, (kernel.op, kernel.code, kernel.dtype.name)))
+
+
+@pytest.mark.parametrize("kernel", kernel_cases())
+def test_load_compiles_every_kernel_and_runs_its_self_test(kernel) -> None:
+    """Without this test, a kernel that cannot be loaded would only be replaced by XLA."""
+    target, why_not = library.load(kernel)
+    assert why_not is None and target is not None, why_not
+
+
+def test_check_kernels_names_a_kernel_that_xla_replaces(fresh, monkeypatch) -> None:
+    """It does so once, and not for kernels that the user disables."""
+    monkeypatch.setattr(compiler_support, "_REPORTED", set())
+    compiler_support.check_kernels()
+    monkeypatch.setenv(library.SWITCH, "0")
+    library.load(library.Kernel("prefill", F32))
+    compiler_support.check_kernels()
+    monkeypatch.delenv(library.SWITCH)
+    monkeypatch.setenv("CXX", "false")
+    library.load(LINEAR)
+    with pytest.raises(pytest.fail.Exception, match="linear float32: false says: "):
+        compiler_support.check_kernels()
+    compiler_support.check_kernels()
 
 
 @pytest.mark.parametrize(

@@ -493,6 +493,6 @@ def test_kernels_for_int8_inputs_need_their_instruction(monkeypatch, tmp_path) -
     plain = [x for x in command(kernel) if not x.startswith("-march")]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(library, "_command", lambda kernel: plain)
-    monkeypatch.setattr(library, "_MISSING", set())
+    monkeypatch.setattr(library, "_MISSING", {})
     loaded = library._load.__wrapped__(kernel)
     assert loaded.target is None and "says" in (loaded.why_not or "")

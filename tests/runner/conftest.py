@@ -3,6 +3,9 @@
 import pytest
 
 from paged_jax.models.llama import Llama
+from tests.support.compiler import kernels_are_not_replaced
+
+__all__ = ["kernels_are_not_replaced"]
 
 
 @pytest.fixture(scope="package")

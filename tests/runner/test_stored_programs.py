@@ -21,6 +21,7 @@ from paged_jax.runner import stored_programs
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.programs import Call
 from paged_jax.runner.stored_programs import FirstPrograms, StoredPrograms
+from tests.support.compiler import needs_compiler
 from tests.support.tiny_model import BOS, SIZES
 from tests.support.workload import finish
 
@@ -33,7 +34,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     if (kernels := home / "paged_jax" / "kernels").is_dir():
         shutil.copytree(kernels, user_cache.cache_folder("kernels"), dirs_exist_ok=True)
     monkeypatch.setattr(user_cache, "folder_beside_programs", user_cache.cache_folder)
-    monkeypatch.setattr(library, "_MISSING", set())
+    monkeypatch.setattr(library, "_MISSING", {})
     monkeypatch.setattr(
         stored_programs, "_IMPORTED", time.time()
     )  # files of this working tree may be new
@@ -267,19 +268,19 @@ def test_resolve_stores_nothing_for_foreign_modules(executor, tiny_model, folder
 
 
 def decode_with_kernels(executor):
-    """Return a call of the decode program and one of its C++ kernels, or skip the test."""
-    [target] = (name for name in library.targets() if name.startswith("paged_jax_linear_float32_"))
-    if not library.load_target(target):
-        pytest.skip("no C++ compiler")
+    """Return a call of the decode program, and the target of one of its C++ kernels."""
+    target, why_not = library.load(library.Kernel("linear", np.dtype(np.float32)))
+    assert target is not None, why_not
     slots = np.full(executor.sizes.num_slots, -1, np.int32)
     call = executor.programs.decode.call(slots, np.int32(0), np.bool_(False), np.bool_(False))
     return call, target
 
 
+@needs_compiler
 def test_stored_program_depends_on_its_kernels(executor, folder, monkeypatch) -> None:
     """A program is not stored if a kernel is missing, and not used if a kernel has changed."""
     call, _ = decode_with_kernels(executor)
-    library._MISSING.add(library.Kernel("decode", np.dtype(np.float32)))
+    library._MISSING[library.Kernel("decode", np.dtype(np.float32))] = "the test removes it"
     assert resolve(executor, call) is not call and not list(folder.iterdir())
     library._MISSING.clear()
     resolve(executor, call)
@@ -290,6 +291,7 @@ def test_stored_program_depends_on_its_kernels(executor, folder, monkeypatch) ->
     assert read(executor, call, path) is None
 
 
+@needs_compiler
 def test_stored_program_loads_its_kernels(executor, folder, monkeypatch) -> None:
     call, target = decode_with_kernels(executor)
     arrays = executor.weights.arrays, executor.state

@@ -1,11 +1,12 @@
-"""Check for a C++ compiler for CPU kernels."""
+"""Check for a C++ compiler for CPU kernels, and for kernels that XLA replaces."""
 
 import os
 import shutil
+from collections.abc import Iterator
 
 import pytest
 
-from paged_jax.kernels.cpu.library import SWITCH, processor
+from paged_jax.kernels.cpu.library import SWITCH, missing_kernels, processor
 
 _IS_FOUND = os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++")))
 
@@ -20,3 +21,34 @@ needs_vnni = pytest.mark.skipif(
     needs_compiler.args[0] or "avx512_vnni" not in processor(),
     reason="there is no C++ compiler, or the processor lacks AVX512-VNNI",
 )
+
+# Kernels that `check_kernels` has reported, with the reasons.
+_REPORTED: set[tuple[object, str]] = set()
+
+
+def check_kernels() -> None:
+    """Fail if this process has replaced a kernel by XLA, although there is a compiler.
+
+    Programs would still compute the right results, so no other test would find a kernel that cannot
+    be compiled or loaded, or that fails its self-test. Each kernel is reported once.
+    """
+    if needs_compiler.args[0]:
+        return
+    new = [pair for pair in missing_kernels().items() if pair not in _REPORTED]
+    _REPORTED.update(new)
+    if new:
+        reasons = [
+            " ".join(filter(None, (kernel.op, kernel.code, f"{kernel.dtype}: {reason}")))
+            for kernel, reason in new
+        ]
+        pytest.fail("XLA replaces kernels for CPUs:\n" + "\n".join(reasons), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def kernels_are_not_replaced() -> Iterator[None]:
+    """Call `check_kernels` after each test of a folder; its `conftest.py` imports this fixture.
+
+    A test that makes a kernel unavailable on purpose replaces `library._MISSING`.
+    """
+    yield
+    check_kernels()

@@ -111,7 +111,7 @@ def load_soon(kernels: Iterable[Kernel]) -> None:
 def targets() -> list[str]:
     """Return the FFI targets of all kernels on this machine, whether they are loaded or not."""
     try:
-        return [_target(kernel, _command(kernel)) for kernel in _kernels()]
+        return [_target(kernel, _command(kernel)) for kernel in all_kernels()]
     except OSError:  # an installation without the sources has no kernels
         return []
 
@@ -131,13 +131,21 @@ def is_any_missing() -> bool:
     return bool(_MISSING)
 
 
+def missing_kernels() -> dict[Kernel, str]:
+    """Return the kernels that XLA replaces in this process, with the reason for each of them.
+
+    Kernels that the environment variable `SWITCH` disables are not among them.
+    """
+    return dict(_MISSING)
+
+
 def load_target(target: str) -> bool:
     """Load the kernel with an FFI target; return whether this machine has it.
 
     The name of a target contains a digest of the sources, compiler command, processor and version
     of jaxlib. This machine has the kernel only if all of them are the same here.
     """
-    asked = (kernel for kernel in _kernels() if target.startswith(_prefix(kernel)))
+    asked = (kernel for kernel in all_kernels() if target.startswith(_prefix(kernel)))
     return any(load(kernel).target == target for kernel in asked)
 
 
@@ -151,7 +159,8 @@ def load_called(program: bytes) -> str | None:
     return next(missing, None)
 
 
-def _kernels() -> list[Kernel]:
+def all_kernels() -> list[Kernel]:
+    """Return all kernels, also those for which this processor lacks instructions."""
     kernels = [Kernel(op, dtype) for op in get_args(FloatOp) for dtype in ELEMENTS]
     return kernels + [
         Kernel(op, jnp.dtype(dtype), code)
@@ -171,8 +180,8 @@ _LOCK = threading.Lock()
 # Targets that are registered with XLA. They cannot be unregistered.
 _REGISTERED: set[str] = set()
 
-# Kernels that could not be loaded, although programs would call them.
-_MISSING: set[Kernel] = set()
+# Kernels that could not be loaded, although programs would call them, and the reasons.
+_MISSING: dict[Kernel, str] = {}
 
 
 @functools.cache
@@ -184,7 +193,7 @@ def _load(kernel: Kernel) -> LoadedKernel:
     except (Unavailable, OSError) as error:
         is_expected = isinstance(error, Unavailable)
         reason = str(error) if is_expected else f"a file could not be read: {error}"
-        _MISSING.add(kernel)
+        _MISSING[kernel] = reason
         _warn(reason)
         return LoadedKernel(None, reason)
 
