@@ -74,9 +74,8 @@ assert num_compiled(llm) == compiled, "a third round compiles nothing"
 """
 
 _PROGRAMS = """
-import numpy as np
 from paged_jax import Engine
-from paged_jax.kernels.cpu.library import Kernel, load
+from tests.support.compiler import needs_compiler
 from tests.support.tensor_parallel import (
     CONFIG, SIZES, compile_call, count_collectives, make_model)
 
@@ -87,7 +86,7 @@ for options in ({}, {"scan_layers": True}):
     # Two all-reduces per layer (a scan has the code of one layer) and one for the embedding. The
     # last layer of a prefill has none, because only its K and V are used.
     layers = 2 * (1 if options else CONFIG.num_hidden_layers)
-    has_kernels = load(Kernel("linear", np.dtype("float32"))).target is not None
+    has_kernels = not needs_compiler.args[0]
     # With the CPU kernels, the rows of a prefill are parts of chunks.
     prefill = f"prefill of {'24' if has_kernels else '1 x 16'} tokens"
     for name, expected in {

@@ -44,6 +44,13 @@ def check_kernels() -> None:
         pytest.fail("XLA replaces kernels for CPUs:\n" + "\n".join(reasons), pytrace=False)
 
 
+def check_log(log: str) -> None:
+    """Fail if a log says that XLA replaces a kernel, although there is a compiler."""
+    if not needs_compiler.args[0]:
+        lines = [line for line in log.splitlines() if "are replaced by XLA" in line]
+        assert not lines, "\n".join(lines)
+
+
 @pytest.fixture(autouse=True)
 def kernels_are_not_replaced() -> Iterator[None]:
     """Call `check_kernels` after each test of a folder; its `conftest.py` imports this fixture.

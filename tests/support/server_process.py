@@ -8,6 +8,7 @@ import threading
 
 import httpx
 
+from tests.support.compiler import check_log
 from tests.support.live_server import check_error, wait_until
 
 
@@ -41,6 +42,7 @@ class ServerProcess:
         code = self.process.wait(60)
         self._reader.join()
         assert "Traceback" not in self.log
+        check_log(self.log)
         return code
 
     def kill(self) -> None:
