@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,17 +101,17 @@ def service_of(family: str) -> Any:
 # Answers
 
 
-def written_calls(family: str, count: int) -> str:
+def written_calls(family: str, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
     """Return calls as the template of a family writes them, without the end of the message."""
     tokenizer = service_of(family).tokenizer
-    calls = [
+    told_calls = [
         {"id": "abcdefgh1", "type": "function", "function": {"name": name, "arguments": arguments}}
-        for name, arguments in CALLS[:count]
+        for name, arguments in calls
     ]
     question = {"role": "user", "content": "Well?"}
     tools = [{"type": "function", "function": function} for function in FUNCTIONS]
     prompt = tokenizer.render_chat([question], tools=tools)
-    told = [question, {"role": "assistant", "content": "", "tool_calls": calls}]
+    told = [question, {"role": "assistant", "content": "", "tool_calls": told_calls}]
     text = tokenizer.render_chat(told, tools=tools, add_generation_prompt=False)
     text = text.removeprefix(prompt)
     return re.sub(r"(<\|(end|eom|call)\|>|<think>\s*</think>)\s*", "", text).strip("\n")
@@ -127,7 +127,7 @@ def scripts(family: str) -> Iterator[tuple[str, str, Answered]]:
     if is_harmony:
         thoughts = f"<|channel|>analysis<|message|>{THOUGHTS}<|end|><|start|>assistant"
         content = f"<|channel|>final<|message|>{CONTENT}"
-    one = written_calls(family, 1)
+    one = written_calls(family, CALLS[:1])
     empty = Answered("", "", (), "stop", (0, 0, 0))
     yield "text", content, dataclasses.replace(empty, content=CONTENT)
     called = dataclasses.replace(empty, calls=calls[:1], end="calls")
@@ -141,7 +141,7 @@ def scripts(family: str) -> Iterator[tuple[str, str, Answered]]:
     )
     if format.between is not None:
         two = dataclasses.replace(called, calls=calls)
-        yield "two calls", written_calls(family, 2), two
+        yield "two calls", written_calls(family, CALLS), two
     if format.mark:
         yield "text and call", CONTENT + one, dataclasses.replace(called, content=CONTENT)
 
@@ -179,7 +179,7 @@ def read_chat(body: dict[str, Any]) -> Answered:
     message, usage = choice["message"], body["usage"]
     ends = {"tool_calls": "calls", "stop": "stop", "length": "length"}
     calls = message.get("tool_calls") or ()
-    tokens = choice["logprobs"]["content"]
+    tokens = (choice["logprobs"] or {"content": []})["content"]
     return Answered(
         message["content"] or "",
         message.get("reasoning") or "",
@@ -406,7 +406,7 @@ def test_streams_and_whole_answers_are_the_same_in_all_apis(family) -> None:
 
 @pytest.mark.parametrize(("family", "length"), [(SHORT_IDS, 9), ("mistral v3", 29)])
 def test_ids_of_calls_have_the_length_that_the_template_accepts(family, length) -> None:
-    outputs = outputs_of(family, written_calls(family, 2), {"skip_special_tokens": False}, 1)
+    outputs = outputs_of(family, written_calls(family, CALLS), {"skip_special_tokens": False}, 1)
     chat, response = (answer_of(family, api) for api in ("chat", "responses"))
     for answer in (chat, response):
         answer.params()
@@ -462,7 +462,7 @@ def allowing(*names: str, mode: str = "auto") -> dict[str, Any]:
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_allowed_tools_restrict_calls_and_keep_the_prompt(family) -> None:
     service = service_of(family)
-    token_ids = service.tokenizer.encode(written_calls(family, 1), add_special_tokens=False)
+    token_ids = service.tokenizer.encode(written_calls(family, CALLS[:1]), add_special_tokens=False)
     for api, mode in itertools.product(("chat", "responses"), ("auto", "required")):
         prompt = answer_of(family, api).prompts()
         for names, is_allowed in ((["note", "now"], True), (["note"], True), (["now"], False)):
@@ -497,7 +497,7 @@ def test_allowed_tools_of_other_types_are_skipped() -> None:
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_end_of_the_time_limit_is_told(is_stream) -> None:
     """A call that was cut short is never reported as a call to execute."""
-    text = written_calls("qwen 2.5", 1)
+    text = written_calls("qwen 2.5", CALLS[:1])
     outputs = outputs_of("qwen 2.5", text, {}, 1)
     outputs = outputs[: len(outputs) // 2]
     sample = dataclasses.replace(
@@ -540,7 +540,7 @@ XML = ["qwen 3 coder", "glm 4.5", "glm 4.7", "minimax m2"]
 @pytest.mark.parametrize("family", XML)
 def test_texts_in_tags_are_streamed_piece_by_piece(family, api) -> None:
     """A client sees the beginning of a long text long before its end."""
-    text = written_calls(family, 1)
+    text = written_calls(family, CALLS[:1])
     answer = answer_of(family, api)
     outputs = outputs_of(family, text, answer.params(), 1)
     answer.prompts()

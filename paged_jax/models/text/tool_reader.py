@@ -115,9 +115,10 @@ class ToolReader:
             self._state = "python"
             return []
         found = self._head.match(self._buffer)
-        # More characters of the name may still arrive. The name is complete if the match includes
-        # the text after a name, if another character follows, or if the answer is complete.
-        if found and (found.end() < len(self._buffer) or is_last or self._format.after_name):
+        # The name is complete if the match includes the text after a name, or if another character
+        # follows. Otherwise more characters of the name may follow, or the answer was cut short
+        # within the name, which could be the name of another function.
+        if found and (found.end() < len(self._buffer) or self._format.after_name):
             self._buffer = self._buffer[found.end() :]
             return self._begin(found["name"])
         if not is_last and len(self._buffer) <= _MAX_HEAD:
