@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import hmac
-from urllib.parse import urlsplit
+import re
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -21,6 +21,8 @@ _PROBES = ("/health", "/live", "/ping", "/ready")
 # Paths of the chat page. They need no API key, because users type the key into the page. Some
 # clients also send `HEAD /` without their key, to check whether a server exists.
 _PAGES = ("/", *(f"/chat/{name}" for name in CHAT_FILES))
+# Matches a Host header: a name or an address, and an optional port (RFC 9110, 7.2).
+_HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\s:@/?#\\\[\]]+))(?::[0-9]*)?")
 
 
 class Security:
@@ -70,11 +72,8 @@ class Security:
         allowed = self._service.settings.allowed_hosts
         if allowed is None:
             return
-        try:
-            name = urlsplit(f"//{host}").hostname
-        except ValueError:
-            name = None
-        if name not in allowed:
+        found = _HOST.fullmatch(host.lower())
+        if found is None or (found["address"] or found["name"]) not in allowed:
             raise ApiError(
                 400,
                 f"The Host header must be one of {', '.join(allowed)} (--allowed-host).",

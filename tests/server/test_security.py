@@ -121,6 +121,22 @@ def test_unknown_hosts_are_rejected(locked) -> None:
 
 
 @pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /live HTTP/1.1\r\nhost:\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nhost: \r\n\r\n",
+        b"GET /live HTTP/1.1\r\n\r\n",
+        b"GET /live HTTP/1.0\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nhost: 127.0.0.1\r\nhost: 127.0.0.1\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nhost: 127.0.0.1\r\nhost: evil.example\r\n\r\n",
+    ],
+)
+def test_host_must_be_given_once(locked, head) -> None:
+    """RFC 9112, 3.2: an empty Host header is no host of this server, even for a probe."""
+    check_error(*locked.send(head), {400})
+
+
+@pytest.mark.parametrize(
     "authorization", [b"Basic \xc3\xa4", b"Basic !", b"Basic", b"Bearer \xff", b"Bearer", b"\xff"]
 )
 def test_malformed_authorization_is_rejected(tiny_folder, authorization) -> None:
