@@ -20,9 +20,13 @@ from tests.support.live_server import free_ports, wait_until
 from tests.support.streams import Stream
 from tests.support.tiny_model import save_tiny_model
 
-pytest.importorskip("ray")
+pytestmark = [pytest.mark.peers, pytest.mark.slow]
 
-pytestmark = pytest.mark.slow
+
+@pytest.fixture(autouse=True, scope="module")
+def ray() -> None:
+    pytest.importorskip("ray")
+
 
 OPTIONS = [
     "--replicas", "2", "--cpus", "0.5", "--max-num-seqs", "4", "--max-chunk", "32",

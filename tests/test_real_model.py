@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import jsonschema
 import numpy as np
-import openai
 import pytest
 
 from paged_jax import LLM, Llama, SamplingParams
@@ -21,7 +20,7 @@ from tests.support.compiler import needs_vnni
 from tests.support.gguf_reference import best_tokens, load_reference
 from tests.support.live_server import LiveServer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.peers, pytest.mark.slow]
 
 IM_END = 2
 MAX_TOKENS = 24
@@ -109,6 +108,8 @@ def test_answers_are_the_same_alone_and_after_hits_of_the_prefix_cache(llm, answ
 
 
 def test_server_answers_with_json_of_a_schema(llm) -> None:
+    import openai
+
     schema = {
         "type": "object",
         "properties": {

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-import openai
 import pytest
 
 from paged_jax.cache.blocks import check_invariants
 from tests.support.live_server import CHAT_TEMPLATE
+from tests.support.plain_client import PlainClient
 from tests.support.tiny_model import save_tiny_model
 
 
@@ -25,5 +25,13 @@ def server(shared_server):
 
 @pytest.fixture
 def client(server):
+    with PlainClient(server.url) as client:
+        yield client
+
+
+@pytest.fixture
+def openai_client(server):
+    import openai
+
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
         yield client

@@ -25,6 +25,7 @@ def server(tmp_path_factory):
         yield server
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_openai_agents_call_tools_and_return_an_object(server, is_stream) -> None:
     report, counter, usage = agent_libraries.run_openai_agents(
@@ -34,6 +35,7 @@ def test_openai_agents_call_tools_and_return_an_object(server, is_stream) -> Non
     assert usage.requests > 1 and usage.output_tokens > 0
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("is_native", [False, True])
 def test_pydantic_ai_returns_an_object_over_responses(server, is_native) -> None:
     report, counter, usage = agent_libraries.run_pydantic_ai(
@@ -43,6 +45,7 @@ def test_pydantic_ai_returns_an_object_over_responses(server, is_native) -> None
     assert counter.num_calls == usage.tool_calls <= 1
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("uses_responses", [False, True])
 def test_langchain_agents_return_an_object(server, uses_responses) -> None:
     report, counter, messages = agent_libraries.run_langchain(
@@ -67,6 +70,7 @@ def page_server(tmp_path_factory):
 SAMPLES = re.findall(r"^```py\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.peers
 def test_samples_of_the_page_get_an_answer(page_server) -> None:
     """They run in a separate process, because they leave connections open."""
     source = ""

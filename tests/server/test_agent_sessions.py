@@ -6,6 +6,8 @@ from paged_jax.server import Settings
 from tests.support import agent_sessions
 from tests.support.live_server import LiveServer
 
+pytestmark = pytest.mark.peers
+
 SAMPLING = {"temperature": 1, "seed": 1}
 
 

@@ -1,14 +1,15 @@
-"""Tests of `POST /v1/messages` with Anthropic's client, whole and streamed."""
+"""Tests of `POST /v1/messages`, whole and streamed, also with Anthropic's client."""
 
 import asyncio
 import dataclasses
+import re
 
-import anthropic
 import pytest
 
 from paged_jax.server import completions
 from paged_jax.server.anthropic_bodies import MessagesBody, chat_of_messages
 from paged_jax.server.schemas import AnthropicMessage
+from tests.support.plain_client import PlainClient
 from tests.support.reasoning_server import reasoning_server
 from tests.support.structured import TOOLS
 
@@ -33,13 +34,21 @@ def server():
 
 @pytest.fixture
 def client(server):
+    with PlainClient(server.url, {"x-api-key": KEY}) as client:
+        yield client
+
+
+@pytest.fixture
+def anthropic_client(server):
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0) as client:
         yield client
 
 
 def test_client_receives_thinking_and_text(client) -> None:
     message = client.messages.create(**ASK, extra_body={"seed": 3, "temperature": 1})
-    AnthropicMessage.model_validate(message.model_dump())
+    AnthropicMessage.model_validate(message)
     thinking, text = message.content
     assert thinking.type == "thinking" and thinking.thinking and text.type == "text" and text.text
     assert message.stop_reason == "max_tokens" and message.usage.output_tokens == 24
@@ -47,10 +56,11 @@ def test_client_receives_thinking_and_text(client) -> None:
     assert again.content[1].text == text.text and again.usage.cache_read_input_tokens > 0
 
 
-def test_stream_equals_the_whole_answer(client) -> None:
+@pytest.mark.peers
+def test_stream_equals_the_whole_answer(anthropic_client) -> None:
     options = {**ASK, "extra_body": {"seed": 3, "temperature": 1}}
-    whole = client.messages.create(**options)
-    with client.messages.stream(**options) as stream:
+    whole = anthropic_client.messages.create(**options)
+    with anthropic_client.messages.stream(**options) as stream:
         events = [event.type for event in stream]
         message = stream.get_final_message()
     assert [block.model_dump() for block in message.content] == [
@@ -62,8 +72,9 @@ def test_stream_equals_the_whole_answer(client) -> None:
     assert events.count("content_block_start") == events.count("content_block_stop") == 2
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_client_receives_calls_and_sends_results(client, is_stream) -> None:
+def test_client_receives_calls_and_sends_results(anthropic_client, is_stream) -> None:
     options = {
         **ASK,
         **QUIET,
@@ -72,10 +83,10 @@ def test_client_receives_calls_and_sends_results(client, is_stream) -> None:
         "tool_choice": {"type": "any"},
     }
     if is_stream:
-        with client.messages.stream(**options) as stream:
+        with anthropic_client.messages.stream(**options) as stream:
             message = stream.get_final_message()
     else:
-        message = client.messages.create(**options)
+        message = anthropic_client.messages.create(**options)
     assert message.stop_reason == "tool_use" and message.content
     results = []
     for block in message.content:
@@ -87,7 +98,7 @@ def test_client_receives_calls_and_sends_results(client, is_stream) -> None:
         {"role": "assistant", "content": [block.model_dump() for block in message.content]},
         {"role": "user", "content": [*results, {"type": "text", "text": "And?"}]},
     ]
-    more = client.messages.create(
+    more = anthropic_client.messages.create(
         model="bundled", messages=told, tools=FUNCTIONS, max_tokens=1, **QUIET
     )
     assert more.usage.input_tokens + more.usage.cache_read_input_tokens > 20
@@ -194,29 +205,46 @@ def user_says(*blocks: object) -> dict:
         ({"stop_sequences": ["a" * 5000]}, "length of a stop string must be at most"),
     ],
 )
-def test_errors_have_the_form_of_the_api(client, change, message) -> None:
-    with pytest.raises(anthropic.BadRequestError, match=message) as error:
-        client.messages.create(**{**ASK, "extra_body": change})
-    assert error.value.body["type"] == "error"
+def test_errors_have_the_form_of_the_api(server, change, message) -> None:
+    response = server.post("/v1/messages", {**ASK, **change}, headers={"x-api-key": KEY})
+    body = response.json()
+    assert response.status_code == 400 and body["type"] == "error"
+    assert body["error"]["type"] == "invalid_request_error"
+    assert re.search(message, body["error"]["message"])
+    assert body["request_id"] == response.headers["request-id"], "the client reads the header"
+
+
+@pytest.mark.peers
+def test_client_reads_errors(anthropic_client) -> None:
+    import anthropic
+
+    with pytest.raises(anthropic.BadRequestError, match="surprise is not supported") as error:
+        anthropic_client.messages.create(**ASK, extra_body={"surprise": 1})
     assert error.value.body["error"]["type"] == "invalid_request_error"
     assert error.value.body["request_id"] == error.value.request_id
-    assert error.value.request_id, "the client reads it from a header"
+    assert error.value.request_id
 
 
-def test_threads_are_rejected_with_the_details_that_clients_read(client) -> None:
+@pytest.mark.peers
+def test_threads_are_rejected_with_the_details_that_clients_read(anthropic_client) -> None:
     """The client's tool runner repeats such a request with the whole conversation."""
+    import anthropic
+
     with pytest.raises(anthropic.BadRequestError, match="not stored here") as error:
-        client.messages.create(**ASK, extra_body={"thread": {"type": "create"}})
+        anthropic_client.messages.create(**ASK, extra_body={"thread": {"type": "create"}})
     assert isinstance(error.value.details, anthropic.types.ThreadUnsupportedRequestErrorDetails)
     assert error.value.details.error_code == "thread_unsupported_request"
     with pytest.raises(anthropic.BadRequestError) as error:
-        client.messages.create(**ASK, extra_body={"surprise": 1})
+        anthropic_client.messages.create(**ASK, extra_body={"surprise": 1})
     assert error.value.details is None
 
 
-def test_unknown_paths_of_the_api_have_its_form_of_errors(client) -> None:
+@pytest.mark.peers
+def test_unknown_paths_of_the_api_have_its_form_of_errors(anthropic_client) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError, match="There is no") as error:
-        client.messages.batches.list()
+        anthropic_client.messages.batches.list()
     assert error.value.body["error"]["type"] == "not_found_error"
 
 
@@ -232,12 +260,13 @@ def test_format_constrains_the_text_under_both_names(client, name) -> None:
     assert [block.text for block in message.content if block.type == "text"][0] in ('"yes"', '"no"')
 
 
-def test_client_lists_the_model(client) -> None:
-    page = client.models.list()
+@pytest.mark.peers
+def test_client_lists_the_model(anthropic_client) -> None:
+    page = anthropic_client.models.list()
     [card] = page.data
     assert (card.id, card.display_name, card.type) == ("bundled", "bundled", "model")
     assert card.created_at.year >= 2026 and not page.has_more
-    assert client.models.retrieve("bundled") == card
+    assert anthropic_client.models.retrieve("bundled") == card
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

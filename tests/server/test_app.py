@@ -4,7 +4,6 @@ import socket
 import threading
 
 import httpx
-import openai
 import pytest
 
 from paged_jax import Engine
@@ -23,6 +22,18 @@ def server(tiny_folder):
 
 
 def test_models_can_be_listed_and_retrieved(server) -> None:
+    models = server.get("/v1/models").json()
+    assert models["object"] == "list" and not models["has_more"]
+    [model] = models["data"]
+    assert model["id"] == models["first_id"] == models["last_id"] == "tiny"
+    assert model["object"] == "model" and server.get("/v1/models/tiny").json() == model
+    assert "does not exist" in error_of(server.get("/v1/models/other"), 404)["message"]
+
+
+@pytest.mark.peers
+def test_openai_client_lists_models(server) -> None:
+    import openai
+
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
         [model] = client.models.list().data
         assert model.id == client.models.retrieve("tiny").id == "tiny"

@@ -133,6 +133,7 @@ def heights(curve) -> set[str]:
     return {point.split(",")[1] for point in curve.get_attribute("points").split()}
 
 
+@pytest.mark.peers
 @pytest.mark.slow
 def test_page_shows_requests_in_a_browser(server, page, tmp_path: Path) -> None:
     num_blocks = SIZES["num_blocks"]
@@ -203,6 +204,7 @@ OPACITIES = """() => {
 }"""
 
 
+@pytest.mark.peers
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_free_and_cached_blocks_differ(server, page, scheme) -> None:
@@ -228,6 +230,7 @@ def running(request_id: str, sample: int, block_ids: list[int]) -> dict:
     }  # fmt: skip
 
 
+@pytest.mark.peers
 @pytest.mark.slow
 def test_click_marks_the_blocks_of_a_sequence(server, page) -> None:
     name = "gen-0123456789abcdef-0"
@@ -283,6 +286,7 @@ def test_click_marks_the_blocks_of_a_sequence(server, page) -> None:
     wait_until(lambda: page.evaluate("marked") is None)
 
 
+@pytest.mark.peers
 @pytest.mark.slow
 def test_events_of_a_kind_share_a_row(page) -> None:
     page.evaluate("refresh = () => {}")

@@ -3,7 +3,6 @@
 import json
 from typing import Literal
 
-import openai
 import pydantic
 import pytest
 
@@ -14,6 +13,7 @@ from paged_jax.server.bodies import ChatBody, ToolParam
 from paged_jax.server.chats import check_calls, template_messages, template_tools
 from paged_jax.server.responses import ApiError
 from tests.support.live_server import LiveServer, error_of
+from tests.support.plain_client import PlainClient
 from tests.support.reasoning_server import reasoning_server, tokenizer_of
 from tests.support.structured import (
     HERMES_TEMPLATE,
@@ -102,19 +102,13 @@ def server(request):
         yield server
 
 
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
-        yield client
-
-
 def check_call(call) -> None:
     value = json.loads(call.function.arguments)
     assert set(value) == ({"city", "days"} if call.function.name == "weather" else set())
     assert call.id.startswith("call_") and call.type == "function"
 
 
-def test_openai_client_receives_calls(client) -> None:
+def test_client_receives_calls(client) -> None:
     answer = client.chat.completions.create(
         **ASK, tool_choice="required", parallel_tool_calls=False, n=2
     )
@@ -131,13 +125,14 @@ def test_openai_client_receives_calls(client) -> None:
     assert more.usage.prompt_tokens > answer.usage.prompt_tokens - 10 + len(arguments) / 8
 
 
-def test_openai_client_receives_the_named_call(client) -> None:
+@pytest.mark.peers
+def test_openai_client_receives_the_named_call(openai_client) -> None:
     choice = {"type": "function", "function": {"name": "weather"}}
-    answer = client.chat.completions.create(**ASK, tool_choice=choice, seed=1)
+    answer = openai_client.chat.completions.create(**ASK, tool_choice=choice, seed=1)
     [call] = answer.choices[0].message.tool_calls
     check_call(call)
     assert call.function.name == "weather" and answer.choices[0].finish_reason == "stop"
-    with client.chat.completions.stream(**ASK, tool_choice=choice, seed=1) as stream:
+    with openai_client.chat.completions.stream(**ASK, tool_choice=choice, seed=1) as stream:
         for _ in stream:
             pass
         streamed = stream.get_final_completion().choices[0]
@@ -205,15 +200,17 @@ def test_tools_are_hidden_with_tool_choice_none(server) -> None:
     assert error["param"] == "tools"
 
 
-def test_instructor_receives_objects_by_tools(client) -> None:
+@pytest.mark.peers
+def test_instructor_receives_objects_by_tools(openai_client) -> None:
     instructor = pytest.importorskip("instructor")
-    ask = instructor.from_openai(client)
+    ask = instructor.from_openai(openai_client)
     trip = ask.chat.completions.create(
         model="bundled", messages=MESSAGES, response_model=Trip, max_retries=0
     )
     assert isinstance(trip, Trip)
 
 
+@pytest.mark.peers
 def test_pydantic_ai_receives_objects_by_tools(server) -> None:
     assert isinstance(ask_pydantic_ai(server.url, Trip, "Where?"), Trip)
 
@@ -291,7 +288,7 @@ def test_unknown_tool_format_is_rejected() -> None:
         check_calls(messages, tokenizer_of(without))
 
 
-def test_final_message_is_continued(client, server) -> None:
+def test_final_message_is_continued(server) -> None:
     """The prompt ends with the given text, whose spaces the template does not trim."""
     told = [*MESSAGES, {"role": "assistant", "content": "It is  "}]
     fields = {"add_generation_prompt": False, "continue_final_message": True}
@@ -325,6 +322,14 @@ def thinking_server():
 
 @pytest.fixture
 def thinker(thinking_server):
+    with PlainClient(thinking_server.url) as client:
+        yield client
+
+
+@pytest.fixture
+def openai_thinker(thinking_server):
+    import openai
+
     url = f"{thinking_server.url}/v1"
     with openai.OpenAI(base_url=url, api_key="any", max_retries=0) as client:
         yield client
@@ -344,7 +349,7 @@ def test_reasoning_is_apart_from_the_content(thinker) -> None:
         assert choice.message.reasoning == reasoning.strip() and reasoning.strip()
         assert choice.message.content == (content.lstrip() or None)
         assert quiet.message.content == choice.message.content
-        assert not hasattr(quiet.message, "reasoning")
+        assert "reasoning" not in quiet.message
     details = answer.usage.completion_tokens_details
     assert 0 < details.reasoning_tokens < answer.usage.completion_tokens == 48
     assert answer.usage == hidden.usage
@@ -391,10 +396,11 @@ def test_reasoning_that_is_cut_short_has_no_content(thinker) -> None:
     assert answer.usage.completion_tokens_details.reasoning_tokens == 1
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("effort", [None, "none"])
-def test_schema_applies_after_the_reasoning(thinker, effort) -> None:
+def test_schema_applies_after_the_reasoning(openai_thinker, effort) -> None:
     """Effort "none" closes the reasoning in the prompt, so the object comes at once."""
-    answer = thinker.chat.completions.parse(
+    answer = openai_thinker.chat.completions.parse(
         **THINK_ABOUT, response_format=Trip, reasoning_effort=effort
     )
     message = answer.choices[0].message
@@ -410,6 +416,6 @@ def test_calls_come_after_the_reasoning(thinker) -> None:
         check_call(call)
     # The history has the reasoning under either name.
     more = thinker.chat.completions.create(
-        model="bundled", messages=[*MESSAGES, message.model_dump(exclude_none=True)], max_tokens=1
+        model="bundled", messages=[*MESSAGES, message], max_tokens=1
     )
     assert more.choices[0].finish_reason == "length"

@@ -55,6 +55,7 @@ def test_page_loads_only_its_own_files(server) -> None:
     assert "http" not in page.text.lower()
 
 
+@pytest.mark.peers
 @pytest.mark.slow
 def test_page_chats_in_a_browser(server, page, tmp_path: Path) -> None:
     page.locator("#stats", has_text="needs an API key").wait_for()
@@ -94,6 +95,7 @@ def test_page_chats_in_a_browser(server, page, tmp_path: Path) -> None:
     assert page.locator(".message").count() == 0
 
 
+@pytest.mark.peers
 @pytest.mark.slow
 def test_page_keeps_the_chat_of_a_tab(server, page) -> None:
     give_key(page)
@@ -127,6 +129,7 @@ def test_page_keeps_the_chat_of_a_tab(server, page) -> None:
     assert page.evaluate(roles) == [] and page.locator(".message").count() == 0
 
 
+@pytest.mark.peers
 @pytest.mark.slow
 def test_page_shows_code_and_markdown(page) -> None:
     text = "# A *plan*\nUse `x < 1` and **both**:\n```py\nif a < b:\n    **c**\n```\nEnd <i>"

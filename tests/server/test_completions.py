@@ -6,7 +6,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import openai
 import pytest
 
 from paged_jax import Engine, SamplingParams
@@ -235,25 +234,30 @@ def test_chat_without_max_tokens_ends_at_the_limit(server) -> None:
     assert usage(top_logprobs=20) == 3 * (2000 // (3 * 21))
 
 
-def test_chat_accepts_messages_of_earlier_responses(client) -> None:
+@pytest.mark.peers
+def test_chat_accepts_messages_of_earlier_responses(openai_client) -> None:
     """The client sends back the message of the first response with all its fields."""
+    import openai
+
     messages = [{"role": "user", "content": "ab"}]
     options = {"model": "tiny", "max_tokens": 4, "temperature": 0}
-    first = client.chat.completions.create(messages=messages, **options)
+    first = openai_client.chat.completions.create(messages=messages, **options)
     message = first.choices[0].message.model_dump()
     assert {"refusal", "annotations", "audio", "function_call", "tool_calls"} <= set(message)
     messages += [message, {"role": "user", "content": "the"}]
-    second = client.chat.completions.create(messages=messages, **options)
+    second = openai_client.chat.completions.create(messages=messages, **options)
     assert second.usage.prompt_tokens > first.usage.prompt_tokens + 4
     silent = [{"role": "assistant", "content": None, "tool_calls": []}, messages[0]]
-    told = client.chat.completions.create(messages=silent, **options)
+    told = openai_client.chat.completions.create(messages=silent, **options)
     assert told.usage.prompt_tokens == first.usage.prompt_tokens + len("a:\n")
     for field, value in (("tool_calls", [{"id": "1"}]), ("audio", {"id": "1"})):
         with pytest.raises(openai.BadRequestError, match=f"messages.0.{field}"):
-            client.chat.completions.create(messages=[{**silent[0], field: value}], **options)
+            openai_client.chat.completions.create(messages=[{**silent[0], field: value}], **options)
     with pytest.raises(openai.BadRequestError, match="messages.0.content must.*images"):
         parts = [{"type": "image_url", "image_url": {"url": "x"}}]
-        client.chat.completions.create(messages=[{"role": "user", "content": parts}], **options)
+        openai_client.chat.completions.create(
+            messages=[{"role": "user", "content": parts}], **options
+        )
 
 
 def test_chat_ignores_unknown_fields_of_messages(server) -> None:

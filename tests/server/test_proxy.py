@@ -88,6 +88,7 @@ def _answers(client: httpx.Client) -> bool:
         return False
 
 
+@pytest.mark.peers
 def test_routes_are_below_the_root_path(proxy, server) -> None:
     for path in ("live", "ready", "health", "metrics", "v1/models", "cache", "cache/cache.js"):
         assert proxy.get(f"/llm/{path}").status_code == 200, path
@@ -100,6 +101,7 @@ def test_routes_are_below_the_root_path(proxy, server) -> None:
     check_error(answer.status_code, answer.content, {404})
 
 
+@pytest.mark.peers
 def test_metrics_label_requests_by_their_route(proxy, server) -> None:
     """The label has no root path."""
     body = {"prompt": "ab", "max_tokens": 1}
@@ -108,12 +110,14 @@ def test_metrics_label_requests_by_their_route(proxy, server) -> None:
     assert 'handler="/generate",method="POST",status="2xx"' in proxy.get("/llm/metrics").text
 
 
+@pytest.mark.peers
 def test_other_host_names_are_rejected(proxy) -> None:
     answer = proxy.get("/llm/v1/models", headers={"Host": "other.example.com"})
     error = check_error(answer.status_code, answer.content, {400})
     assert error["code"] == "host_not_allowed"
 
 
+@pytest.mark.peers
 def test_limit_of_bodies_is_the_limit_of_the_server(proxy) -> None:
     """By default nginx rejects bodies over 1 MiB with an HTML page."""
     answer = proxy.post("/llm/generate", json={"prompt": "a" * 2**20})
@@ -121,6 +125,7 @@ def test_limit_of_bodies_is_the_limit_of_the_server(proxy) -> None:
     assert error["code"] == "max_body_bytes_exceeded"
 
 
+@pytest.mark.peers
 def test_proxy_does_not_buffer_streams(proxy, server, monkeypatch) -> None:
     """The engine waits until the client has received the first tokens."""
     is_seen, num_steps = threading.Event(), 0
@@ -142,6 +147,7 @@ def test_proxy_does_not_buffer_streams(proxy, server, monkeypatch) -> None:
     server.wait_until_idle()
 
 
+@pytest.mark.peers
 def test_disconnect_from_the_proxy_ends_the_request(proxy, server) -> None:
     body = {"prompt": "ab", "max_tokens": 50, "ignore_eos": True, "stream": True, "n": 3}
     with proxy.stream("POST", "/llm/v1/completions", json=body) as answer:

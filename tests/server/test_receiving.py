@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 
 import httpx
-import openai
 import pytest
 
 from paged_jax import Engine
@@ -174,11 +173,14 @@ def test_bodies_reject_unsupported_values(server, field, value, rule) -> None:
     assert error["param"].split(".")[0] == field
 
 
-def test_openai_client_raises_its_errors(client) -> None:
+@pytest.mark.peers
+def test_openai_client_raises_its_errors(openai_client) -> None:
+    import openai
+
     with pytest.raises(openai.NotFoundError, match="'tiny' is served"):
-        client.completions.create(model="gpt", prompt="a")
+        openai_client.completions.create(model="gpt", prompt="a")
     with pytest.raises(openai.BadRequestError, match="top_p"):
-        client.completions.create(model="tiny", prompt="a", top_p=0)
+        openai_client.completions.create(model="tiny", prompt="a", top_p=0)
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,17 @@ from tests.support.server_process import ServerProcess
 from tests.support.streams import Stream
 from tests.support.tiny_model import SIZES, save_tiny_model
 
-pytest.importorskip("sglang_router")
-
+pytestmark = pytest.mark.peers
 # The first characters differ, because the router distinguishes prompts by them.
 PROMPTS = ["the cat sat on the mat", "in a house of their own", "some are not as they were"]
 OPTIONS = re.findall(
     r"--policy cache_aware .*?$\n.*?$", (ROOT / "docs" / "replicas.md").read_text(), re.MULTILINE
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def router_package() -> None:
+    pytest.importorskip("sglang_router")
 
 
 @contextlib.contextmanager

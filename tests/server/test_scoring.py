@@ -194,6 +194,7 @@ def test_errors_name_the_rule(server, path, body, message) -> None:
     assert message in error["message"], json.dumps(error)
 
 
+@pytest.mark.peers
 def test_lm_eval_computes_the_scores_of_the_model(server, forward, tiny_folder) -> None:
     """Runs the evaluation harness against the server."""
     completions = pytest.importorskip("lm_eval.models.openai_completions")

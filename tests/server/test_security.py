@@ -139,12 +139,10 @@ def test_host_must_be_given_once(locked, head) -> None:
 @pytest.mark.parametrize(
     "authorization", [b"Basic \xc3\xa4", b"Basic !", b"Basic", b"Bearer \xff", b"Bearer", b"\xff"]
 )
-def test_malformed_authorization_is_rejected(tiny_folder, authorization) -> None:
-    settings = Settings(model_name="tiny", api_keys=("key",), admin_key="admin")
-    with LiveServer(Engine(tiny_folder, **SIZES), settings) as server:
-        for path in (b"/v1/models", b"/cache"):
-            head = b"GET %b HTTP/1.1\r\n%bauthorization: %b\r\n\r\n" % (path, HOST, authorization)
-            check_error(*server.send(head), {401})
+def test_malformed_authorization_is_rejected(locked, authorization) -> None:
+    for path in (b"/v1/models", b"/cache"):
+        head = b"GET %b HTTP/1.1\r\n%bauthorization: %b\r\n\r\n" % (path, HOST, authorization)
+        check_error(*locked.send(head), {401})
 
 
 def test_pages_of_allowed_sites_may_use_the_server(tiny_folder) -> None:

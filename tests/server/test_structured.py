@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Literal
 
-import openai
 import pydantic
 import pytest
 
@@ -31,14 +30,9 @@ def server():
         yield server
 
 
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
-        yield client
-
-
-def test_openai_client_parses_objects(client) -> None:
-    answer = client.chat.completions.parse(
+@pytest.mark.peers
+def test_openai_client_parses_objects(openai_client) -> None:
+    answer = openai_client.chat.completions.parse(
         model="bundled", messages=MESSAGES, response_format=Person, n=2, temperature=1
     )
     people = [choice.message.parsed for choice in answer.choices]
@@ -46,8 +40,9 @@ def test_openai_client_parses_objects(client) -> None:
     assert [choice.finish_reason for choice in answer.choices] == ["stop", "stop"]
 
 
-def test_openai_client_parses_streams(client) -> None:
-    with client.chat.completions.stream(
+@pytest.mark.peers
+def test_openai_client_parses_streams(openai_client) -> None:
+    with openai_client.chat.completions.stream(
         model="bundled", messages=MESSAGES, response_format=Person, temperature=1
     ) as stream:
         kinds = {event.type for event in stream}
@@ -55,15 +50,17 @@ def test_openai_client_parses_streams(client) -> None:
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Person)
 
 
-def test_instructor_receives_objects(client) -> None:
+@pytest.mark.peers
+def test_instructor_receives_objects(openai_client) -> None:
     instructor = pytest.importorskip("instructor")
-    ask = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
+    ask = instructor.from_openai(openai_client, mode=instructor.Mode.JSON_SCHEMA)
     person = ask.chat.completions.create(
         model="bundled", messages=MESSAGES, response_model=Person, max_retries=0
     )
     assert isinstance(person, Person)
 
 
+@pytest.mark.peers
 def test_pydantic_ai_receives_objects(server) -> None:
     pydantic_ai = pytest.importorskip("pydantic_ai")
     assert isinstance(

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-import openai
 import pydantic
 
 
@@ -47,6 +46,7 @@ def run_openai_agents(
 ) -> tuple[Report, Counter, Any]:
     """Run an agent of openai-agents. Return its result, its tool and its usage."""
     import agents
+    import openai
 
     counter = Counter()
 
@@ -96,6 +96,7 @@ def run_pydantic_ai(
       is_native: whether the output is text with a schema; if not, it is the call of a tool.
       temperature: the temperature.
     """
+    import openai
     import pydantic_ai
     from pydantic_ai.models.openai import OpenAIResponsesModel
     from pydantic_ai.providers.openai import OpenAIProvider

@@ -4,16 +4,15 @@ Each session checks what must hold for any model: the loop ends, calls name a fu
 arguments of its schema, and streams and whole answers are the same.
 """
 
+import functools
 import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import jsonschema
-import openai
 from pydantic import TypeAdapter
 
 from paged_jax import Engine
@@ -23,8 +22,21 @@ from tests.support.live_server import LiveServer
 from tests.support.structured import HERMES_TEMPLATE, SIZES
 from tests.support.tiny_model import EOS
 
-_EVENT = TypeAdapter(openai.types.responses.ResponseStreamEvent)
-_MESSAGE_EVENT = TypeAdapter(anthropic.types.RawMessageStreamEvent)
+
+@functools.cache
+def _event_type() -> TypeAdapter[Any]:
+    from openai.types import responses
+
+    return TypeAdapter(responses.ResponseStreamEvent)
+
+
+@functools.cache
+def _message_event_type() -> TypeAdapter[Any]:
+    from anthropic import types
+
+    return TypeAdapter(types.RawMessageStreamEvent)
+
+
 NAMESPACE = "mcp__files"
 
 
@@ -96,7 +108,7 @@ def replay_codex(server: LiveServer, model: str, **changes: Any) -> int:
 def _check_response(events: list[Json]) -> Json:
     """Check the events of a stream, and return the response at its end."""
     for number, event in enumerate(events):
-        _EVENT.validate_python(event)
+        _event_type().validate_python(event)
         assert event["sequence_number"] == number
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     response = events[-1]["response"]
@@ -174,7 +186,7 @@ def replay_claude(server: LiveServer, model: str, **changes: Any) -> int:
 def _check_message(events: list[Json], body: Json) -> Json:
     """Check the events of a stream, and return the message that they add up to."""
     for event in events:
-        _MESSAGE_EVENT.validate_python(event) if event["type"] != "ping" else None
+        _message_event_type().validate_python(event) if event["type"] != "ping" else None
     message, blocks = events[0]["message"], list[Json]()
     for event in events:
         if event["type"] == "content_block_start":

@@ -3,7 +3,6 @@
 import asyncio
 from typing import Any
 
-import openai
 import pytest
 from hypothesis import strategies as st
 
@@ -138,6 +137,7 @@ LLAMA3_TEMPLATE = (
 def ask_pydantic_ai(url: str, output_type: Any, question: str) -> Any:
     """Run an agent of Pydantic AI with the bundled model of a server, and return its result."""
     pydantic_ai = pytest.importorskip("pydantic_ai")
+    import openai
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
