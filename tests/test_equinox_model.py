@@ -1,9 +1,12 @@
 """Test of examples/equinox_model.py."""
 
-from examples import equinox_model
+import pytest
 
 
+@pytest.mark.peers
 def test_example_decodes_as_the_plain_forward_pass_with_a_shared_prompt(capsys) -> None:
+    from examples import equinox_model
+
     equinox_model.main()
     lines = capsys.readouterr().out.splitlines()
     # The prompt of 20 tokens has 3 blocks. Both continuations keep 2 of them.

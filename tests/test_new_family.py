@@ -104,6 +104,7 @@ _CASES = {
 }
 
 
+@pytest.mark.peers
 @pytest.mark.slow  # importing torch and transformers takes seconds
 @pytest.mark.parametrize("name", _CASES)
 def test_added_family_computes_the_same_as_transformers(example, tmp_path, name):

@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import nbclient
-import nbformat
 import pytest
 
 from tests.support import ROOT
@@ -15,6 +13,9 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 def outputs_of(path: Path, folder: Path, monkeypatch) -> list:
     """Run a notebook from an empty folder, and return the outputs of its cells."""
+    import nbclient
+    import nbformat
+
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
@@ -42,6 +43,7 @@ def test_notebook_has_no_outputs_and_is_named_in_the_index(path) -> None:
     assert f"(notebooks/{path.name})" in (ROOT / "docs" / "README.md").read_text()
 
 
+@pytest.mark.peers
 @pytest.mark.slow
 def test_ops_notebook_shows_shared_blocks(tmp_path, monkeypatch) -> None:
     outputs = outputs_of(FOLDER / "ops.ipynb", tmp_path, monkeypatch)
@@ -50,6 +52,7 @@ def test_ops_notebook_shows_shared_blocks(tmp_path, monkeypatch) -> None:
     assert len(pages_of(outputs)) == 1 and 'class="s"' in pages_of(outputs)[0]
 
 
+@pytest.mark.peers
 @pytest.mark.slow
 def test_blocks_notebook_shows_copies_and_maps(tmp_path, monkeypatch) -> None:
     outputs = outputs_of(FOLDER / "blocks.ipynb", tmp_path, monkeypatch)
@@ -58,12 +61,14 @@ def test_blocks_notebook_shows_copies_and_maps(tmp_path, monkeypatch) -> None:
     assert len(pages_of(outputs)) == 3
 
 
+@pytest.mark.peers
 @pytest.mark.slow
 def test_grpo_notebook_learns(tmp_path, monkeypatch) -> None:
     text = text_of(outputs_of(FOLDER / "grpo.ipynb", tmp_path, monkeypatch))
     assert text.count("mean reward") == 14
 
 
+@pytest.mark.peers
 @pytest.mark.slow
 def test_serving_notebook_streams_the_same_text_twice(tmp_path, monkeypatch) -> None:
     text = text_of(outputs_of(FOLDER / "serving.ipynb", tmp_path, monkeypatch))

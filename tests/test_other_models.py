@@ -165,6 +165,7 @@ def example() -> ModuleType:
     return module
 
 
+@pytest.mark.peers
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_engine_runs_qwen3_of_tunix(example, capsys) -> None:
@@ -174,6 +175,7 @@ def test_engine_runs_qwen3_of_tunix(example, capsys) -> None:
     assert len(lines) == 2 and all(line.endswith("forward pass: True") for line in lines)
 
 
+@pytest.mark.peers
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_wrapper_does_not_change_the_model_of_tunix(example) -> None:

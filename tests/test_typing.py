@@ -83,6 +83,7 @@ def test_modules_of_public_names_are_checked_strictly(path: Path) -> None:
     assert path.read_text().startswith("# pyright: strict")
 
 
+@pytest.mark.peers
 @pytest.mark.slow
 def test_program_of_a_user_has_only_its_own_mistakes(tmp_path) -> None:
     pytest.importorskip("pyright")

@@ -98,6 +98,7 @@ def test_tokens_do_not_depend_on_engine_options(tiny_folder, requests, alone, ch
     assert tokens_of(run(engine, *requests)) == alone
 
 
+@pytest.mark.peers
 def test_bad_words_match_transformers(engine, requests, alone) -> None:
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")

@@ -58,6 +58,7 @@ def complete(llm: LLM, params: SamplingParams) -> list[list[int]]:
     return [completion.token_ids for completion in output.outputs]
 
 
+@pytest.mark.peers
 def test_generate_greedy_matches_transformers(llm, peer) -> None:
     expected = peer(max_new_tokens=N)[0]
     assert complete(llm, llm.get_default_sampling_params(max_tokens=N)) == [expected]
@@ -67,6 +68,7 @@ def test_generate_greedy_matches_transformers(llm, peer) -> None:
     assert peer(max_new_tokens=N, repetition_penalty=1.0)[0] != expected
 
 
+@pytest.mark.peers
 def test_generate_with_drafts_matches_transformers(folder, peer) -> None:
     llm = LLM(folder, num_speculative_tokens=3, **SIZES)
     prompt = {"prompt_token_ids": PROMPT}
@@ -74,6 +76,7 @@ def test_generate_with_drafts_matches_transformers(folder, peer) -> None:
     assert output.outputs[0].token_ids == peer(max_new_tokens=N)[0]
 
 
+@pytest.mark.peers
 def test_beam_search_matches_transformers(llm, peer) -> None:
     """The best sequence is compared, because transformers keeps fewer complete sequences."""
     options = {"num_beams": 2, "length_penalty": 0.0, "repetition_penalty": 1.0}

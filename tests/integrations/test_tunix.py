@@ -28,7 +28,7 @@ with warnings.catch_warnings():
 
     from paged_jax.integrations.tunix import MAPPING, PagedRollout
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.peers, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 SIZES = {
     "num_layers": 1, "vocab_size": 16, "embed_dim": 32, "hidden_dim": 32, "num_heads": 4,

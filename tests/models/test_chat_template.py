@@ -131,6 +131,7 @@ _IN_THE_STYLE_OF = {
 }
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("family", _IN_THE_STYLE_OF)
 def test_render_matches_transformers_for_templates_of_families(family):
     transformers = pytest.importorskip("transformers")
@@ -183,6 +184,7 @@ _NULLS = [
 ]
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("template", [*_NULLS, *_IN_THE_STYLE_OF.values()])
 def test_render_omits_null_fields_like_transformers(template):
     transformers = pytest.importorskip("transformers")
@@ -206,6 +208,7 @@ def test_render_omits_null_fields_like_transformers(template):
     assert ChatTemplate(template).render(chat) == expected
 
 
+@pytest.mark.peers
 def test_render_accepts_the_messages_of_a_client():
     chat = pytest.importorskip("openai.types.chat")
     text = json.dumps({"a": "é"})
@@ -231,6 +234,7 @@ def test_render_passes_arguments_as_an_object(given, is_wrapped):
     assert call == {"name": "f", "arguments": given}
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("expression", ["{{ A }}", "{{ 'x' + A + 'y' }}", "{{ 'x' ~ A }}"])
 @pytest.mark.parametrize("text", ['{"a":  1}', '{"a": ', "[1]", "5"])
 def test_render_passes_arguments_as_text_to_templates_that_concatenate(expression, text):
@@ -276,6 +280,7 @@ _PARTS = {
 }
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("name", _PARTS)
 def test_render_passes_parts_to_templates_that_read_no_text(name):
     """Templates of vision models would omit the whole message."""
@@ -313,6 +318,7 @@ def test_encode_chat_accepts_objects_with_any_role():
 _SOURCES = {"default": "D{{ bos_token }}", "tool_use": "T", "rag": "R"}
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize(
     "templates",
     [

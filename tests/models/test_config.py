@@ -158,6 +158,7 @@ def test_from_dict_fills_in_the_defaults_of_transformers():
     assert LlamaConfig.from_dict(_QWEN3).head_dim == 128
 
 
+@pytest.mark.peers
 # Importing transformers takes seconds.
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -168,6 +169,7 @@ def test_from_dict_defaults_equal_those_of_transformers(model_type):
     assert LlamaConfig.from_dict(theirs) == LlamaConfig.from_dict(config)
 
 
+@pytest.mark.peers
 @pytest.mark.slow
 def test_from_dict_defaults_of_gemma3_need_no_sizes():
     """Real files contain only these keys. They lack the numbers of heads."""
@@ -543,6 +545,7 @@ def test_to_dict_is_inverse_to_from_dict(config):
     assert LlamaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
+@pytest.mark.peers
 @pytest.mark.slow
 @_OF_ALL_FAMILIES
 def test_to_dict_can_be_read_by_transformers(config):

@@ -104,6 +104,7 @@ def test_from_folder_names_the_file_and_the_bad_option(read, tmp_path, options, 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.peers
 def test_every_option_of_transformers_is_known() -> None:
     """An option that changes the tokens of transformers must be in one of the lists here."""
     generation = pytest.importorskip("transformers.generation")

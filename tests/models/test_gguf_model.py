@@ -148,6 +148,7 @@ def test_gguf_and_folder_are_the_same_model(tmp_path, case):
 _ROUNDINGS = {"gemma2": 0.02, "gemma3": 0.02}
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("case", CASES)
 def test_logits_agree_with_llama_cpp(tmp_path, case):
     """Compare with another reader of the same file, if llama-cpp-python is installed."""

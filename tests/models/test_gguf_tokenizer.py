@@ -317,6 +317,7 @@ _PARTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("metadata", [byte_level, sentencepiece])
 def test_random_texts_agree_with_llama_cpp(tmp_path, metadata):
     llama_cpp = pytest.importorskip("llama_cpp", reason="no llama-cpp-python")

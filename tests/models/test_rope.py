@@ -133,6 +133,7 @@ _REAL = {
 }
 
 
+@pytest.mark.peers
 @pytest.mark.slow  # importing torch and transformers takes seconds
 @pytest.mark.parametrize("name", _REAL)
 def test_frequencies_match_transformers(name):
@@ -173,6 +174,7 @@ def _rope(head_dim, length, theta, entry):
     )
 
 
+@pytest.mark.peers
 @pytest.mark.slow
 def test_dynamic_rope_matches_transformers_token_by_token():
     torch = pytest.importorskip("torch")

@@ -186,6 +186,7 @@ def test_save_pretrained_writes_experts_in_mxfp4(tmp_path) -> None:
     assert_same(model, Llama.from_pretrained(tmp_path / "saved", scan_layers=model.scan_layers))
 
 
+@pytest.mark.peers
 @pytest.mark.skipif(
     importlib.util.find_spec("compressed_tensors") is None, reason="compressed_tensors is missing"
 )

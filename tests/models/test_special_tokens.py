@@ -86,6 +86,7 @@ _FILES = {
 }
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("name", _FILES)
 def test_from_folder_adds_the_same_special_tokens_as_transformers(tmp_path, name):
     transformers = pytest.importorskip("transformers")
@@ -185,10 +186,22 @@ def test_encode_leaves_a_token_that_is_bos_and_eos_to_tokenizer_json(
     folder = _write(tmp_path, backend, tokenizer_config=config)
     # transformers.PreTrainedTokenizerFast encodes all of them like the tokenizers library.
     assert Tokenizer.from_folder(folder).encode("ab") == backend.encode("ab").ids
-    if adds_bos is False and adds_eos is None:
-        transformers = pytest.importorskip("transformers")
-        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-        assert theirs.encode("ab") == backend.encode("ab").ids
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("template", _TEMPLATES)
+def test_transformers_leaves_a_token_that_is_bos_and_eos_to_tokenizer_json(tmp_path, template):
+    transformers = pytest.importorskip("transformers")
+    backend, single = _backend(), _TEMPLATES[template]
+    if single is not None:
+        backend.post_processor = processors.TemplateProcessing(
+            single=single, pair=None, special_tokens=[("<|old|>", 257)]
+        )
+    config = {"bos_token": "<|old|>", "eos_token": "<|old|>", "add_bos_token": False}
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(
+        _write(tmp_path, backend, tokenizer_config=config)
+    )
+    assert theirs.encode("ab") == backend.encode("ab").ids
 
 
 @pytest.mark.parametrize("indent", [None, 2])
@@ -213,6 +226,7 @@ _CLASSES = {
 }
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("name", _CLASSES)
 @pytest.mark.parametrize("stated", [{}, {"eos_token": "a"}, {"unk_token": None}])
 def test_from_folder_uses_default_names_of_the_tokenizer_class(tmp_path, name, stated):
@@ -230,6 +244,7 @@ def test_from_folder_uses_default_names_of_the_tokenizer_class(tmp_path, name, s
     assert [token for token in special if not ours.is_special(theirs.get_vocab()[token])] == []
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("splits", [False, True, None])
 def test_encode_splits_special_tokens_if_configured(tmp_path, splits):
     transformers = pytest.importorskip("transformers")

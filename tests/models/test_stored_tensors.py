@@ -59,6 +59,7 @@ def test_expand_mxfp4_is_exact_for_all_bytes_and_scales() -> None:
     assert np.isnan(expand_mxfp4(all_bytes, np.full(16, 255, np.uint8))).all()
 
 
+@pytest.mark.peers
 @pytest.mark.slow
 def test_expand_mxfp4_matches_transformers() -> None:
     torch = pytest.importorskip("torch")

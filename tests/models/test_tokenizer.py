@@ -398,6 +398,7 @@ def test_apply_chat_template_finds_the_template_in_all_places(tmp_path):
     assert Tokenizer.from_folder(folder).apply_chat_template(messages) == "J"
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize(
     "template",
     [

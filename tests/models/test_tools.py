@@ -271,6 +271,7 @@ def test_find_support_reports_what_a_template_shows(source, support) -> None:
     assert support_of(source) == support
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("family", KNOWN)
 def test_reader_reads_calls_written_by_transformers(family) -> None:
     transformers = pytest.importorskip("transformers")
