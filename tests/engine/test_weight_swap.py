@@ -14,7 +14,6 @@ from paged_jax import LLM, Engine, Llama, SamplingParams
 from paged_jax.engine.weight_swap import EngineAsleepError, WeightSwap
 from paged_jax.models.loading.parameters import named_arrays
 from paged_jax.models.loading.tensor_map import map_parameter
-from tests.support.processes import run_on_devices
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import BOS, CONFIG, SIZES
 from tests.support.workload import check_empty, complete, finish
@@ -107,7 +106,7 @@ def check_weights(engine: LLM, model: Llama) -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("scan_layers", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_update_params_maps_other_definitions(scan_layers) -> None:
     engine = LLM(random_llama(CONFIG, scan_layers=scan_layers), **SIZES)
     other = random_llama(CONFIG, scale=0.5, scan_layers=scan_layers)
@@ -125,7 +124,7 @@ def test_update_params_maps_other_definitions(scan_layers) -> None:
         check_weights(engine, other)
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("scan_layers", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_update_params_maps_hugging_face_names(scan_layers) -> None:
     """All kinds of parameters, from host memory, are cast to the engine's dtype."""
     engine = LLM(random_llama(QWEN, scan_layers=scan_layers), **SIZES)
@@ -148,6 +147,7 @@ def test_update_params_maps_hugging_face_names(scan_layers) -> None:
         engine.update_params(tensors | {"lm_head.weight": np.zeros((2, 3))}, mapping={})
 
 
+@pytest.mark.slow
 def test_update_params_quantises_to_int8() -> None:
     """No value is off by more than half a scale, as for weights from files."""
     engine, other = (
@@ -198,37 +198,7 @@ def test_update_params_writes_over_the_old_weights(tiny_model) -> None:
     assert tokens_of(engine) == expected
 
 
-_SEVERAL_DEVICES = """
-import jax
-import numpy as np
-from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
-from paged_jax import Engine
-from tests.engine.test_weight_swap import tensors_of
-from tests.support.tensor_parallel import SIZES, make_model
-
-# Two devices share a KV head, and the vocabulary is padded.
-engine, other = Engine(make_model(), **SIZES, tensor_parallel_size=4), make_model(seed=2)
-tensors = tensors_of(other)
-mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-spec = {1: PartitionSpec("fsdp"), 2: PartitionSpec("tp", "fsdp")}
-there = {name: jax.device_put(x, NamedSharding(mesh, spec[x.ndim])) for name, x in tensors.items()}
-half = {name: jax.device_put(x, jax.devices()[3]) for name, x in tensors.items()}
-for params in (there, tensors, half):
-    engine.update_params(make_model())
-    engine.update_params(params, mapping={})
-    for ours, theirs in zip(engine.weights, jax.tree.leaves(nnx.state(other)), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-print("done")
-"""
-
-
 @pytest.mark.slow
-def test_update_params_maps_to_several_devices() -> None:
-    """The arrays come from a mesh over the same devices, from the host, or from one device."""
-    assert run_on_devices(_SEVERAL_DEVICES, num_devices=4) == "done\n"
-
-
 @pytest.mark.optimised
 def test_prepare_converts_without_temporary_memory(tiny_model) -> None:
     engine = LLM(tiny_model, **SIZES)

@@ -31,7 +31,7 @@ from paged_jax.models.loading.huggingface import save_weights
 from paged_jax.models.matrices import look_up_differentiably
 from paged_jax.runner import runner
 from paged_jax.scheduler.request import Sequence
-from tests.engine import test_tensor_parallel_families as two_devices
+from tests.engine import test_tensor_parallel as two_devices
 from tests.support import families
 from tests.support.families import CASES, VARIANTS, VOCAB_SIZE
 from tests.support.workload import Job, check_empty, full_batch, play

@@ -1,4 +1,4 @@
-"""Code for tests with several devices, run in a separate process by `processes.run_on_devices`."""
+"""Models that several devices share, and what they must compute."""
 
 import dataclasses
 import re
@@ -64,6 +64,26 @@ def logits(model: Llama, tokens: jax.Array) -> jax.Array:
 
     positions = jnp.arange(len(tokens), dtype=jnp.int32)
     return model.logits(model.hidden_states(tokens, positions, attend_to_sequence, ())[0])
+
+
+_FORWARD = jax.jit(Llama.__call__)
+
+
+def greedy_tokens(
+    model: Llama, prompt: list[int], num_tokens: int
+) -> tuple[list[int], list[np.ndarray]]:
+    """Return the most probable tokens after a prompt, and the log-probabilities f32[V] of each.
+
+    They come from the whole forward pass on one device, without a cache.
+    """
+    token_ids = np.zeros(-(-(len(prompt) + num_tokens) // 64) * 64, np.int32)
+    token_ids[: len(prompt)] = prompt
+    rows = []
+    for end in range(len(prompt), len(prompt) + num_tokens):
+        row = np.asarray(_FORWARD(model, token_ids[None]), np.float64)[0, end - 1]
+        rows.append(row - np.log(np.sum(np.exp(row - row.max()))) - row.max())
+        token_ids[end] = np.argmax(row)
+    return token_ids[len(prompt) : len(prompt) + num_tokens].tolist(), rows
 
 
 def divided_logits(model: Llama, num_devices: int, tokens: jax.Array) -> tuple[jax.Array, int]:
