@@ -422,6 +422,7 @@ def test_read_blocks_rejects_a_width_that_is_not_a_positive_integer():
         contents.read_blocks(make_cache(), 0, 0, width=0)
 
 
+@pytest.mark.slow
 @pytest.mark.optimised
 @pytest.mark.parametrize("dtype", KINDS)
 def test_read_and_donated_write_blocks_need_little_memory(dtype):
@@ -438,6 +439,7 @@ def test_read_and_donated_write_blocks_need_little_memory(dtype):
     assert memory.temp_size_in_bytes < limit * nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.optimised
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
 def test_donated_reserve_needs_little_memory(dtype):

@@ -247,7 +247,7 @@ class StatesMachine(CacheMachine):
                 assert found == expected_state(tokens, layer)
 
 
-TestHistories = StatesMachine.TestCase
+TestHistories = pytest.mark.slow(StatesMachine.TestCase)
 TestHistories.settings = SETTINGS
 
 

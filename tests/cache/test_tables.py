@@ -228,6 +228,7 @@ def test_fork_reorder_and_release_in_several_pieces_match_the_model(seed):
     check_invariants(tables)
 
 
+@pytest.mark.slow
 @pytest.mark.optimised
 def test_release_needs_no_memory_for_unused_capacity():
     tables = jax.eval_shape(lambda: BlockTables.create(2**17, 256, 2**13, C))
@@ -347,6 +348,7 @@ N = 64
 CONTENTS = (jnp.zeros((N, 8), jnp.uint32), jnp.zeros((N, C), jnp.int32))
 
 
+@pytest.mark.slow
 @pytest.mark.optimised
 @pytest.mark.parametrize(
     ("operation", "arguments", "limit"),
@@ -356,14 +358,8 @@ CONTENTS = (jnp.zeros((N, 8), jnp.uint32), jnp.zeros((N, C), jnp.int32))
         (blocks.release, (jnp.ones(N, bool),), 0.1),
         (blocks.reorder, (i32([-1] * N),), 0.1),
         (partial(blocks.truncate, max_tokens=N), (i32([1] * N),), 0.1),
-        # The next operations are slow to compile.
-        pytest.param(blocks.attach, (i32(0), *CONTENTS, i32(N)), 0.4, marks=pytest.mark.slow),
-        pytest.param(
-            blocks.publish,
-            (i32([0] * N), i32([0] * N), *CONTENTS),
-            0.25,
-            marks=pytest.mark.slow,
-        ),
+        (blocks.attach, (i32(0), *CONTENTS, i32(N)), 0.4),
+        (blocks.publish, (i32([0] * N), i32([0] * N), *CONTENTS), 0.25),
     ],
     ids=["reserve", "fork", "release", "reorder", "truncate", "attach", "publish"],
 )

@@ -394,15 +394,6 @@ def test_warmup_requires_an_idle_engine(engine) -> None:
 
 
 @pytest.mark.slow
-def test_kv_dtype_int8_changes_log_probabilities_slightly(tiny_model, engine) -> None:
-    narrow = Engine(tiny_model, **SIZES, kv_dtype="int8")
-    params = dataclasses.replace(GREEDY, max_tokens=1)
-    exact, rough = (complete(e, LONG, params).outputs[0] for e in (engine, narrow))
-    assert 0 < abs(rough.cumulative_logprob - exact.cumulative_logprob) < 0.05
-    check_empty(narrow)
-
-
-@pytest.mark.slow
 def test_tokens_do_not_depend_on_jax_settings(tiny_model) -> None:
     # Each prompt is one chunk, so all samples start together and need one decode program.
     prompt = {"prompt_token_ids": LONG["prompt_token_ids"][:16]}

@@ -18,8 +18,6 @@ from paged_jax.runner import runner
 from tests.support.tiny_model import BOS, CONFIG, EOS, SIZES
 from tests.support.workload import Job, check_empty, full_batch, play
 
-pytestmark = pytest.mark.optimised
-
 LETTERS = np.arange(3, CONFIG.vocab_size)
 # Sizes of nearly all engines in the tests; prefix caching does not change their programs. The pool
 # holds each job alone, but not all jobs that may run together: these need about 40 blocks.
@@ -78,6 +76,7 @@ def _everything(*happens: str, **options: Any) -> Variant:
 
 
 # Variants of the same sizes, which share programs, are next to each other.
+CORE = "recomputed and cached", "4 guesses, swapped"
 VARIANTS = {
     "recomputed": Variant(
         {"preemption": "recompute", "enable_prefix_caching": False},
@@ -88,11 +87,8 @@ VARIANTS = {
     "swapped uncached": Variant(
         {"preemption": "swap", "enable_prefix_caching": False}, happens=(SWAPPED,)
     ),
-    "warm": Variant({}, num_rounds=3, happens=(CACHED,)),
     "dispatches of 1 step": Variant({"steps_per_dispatch": 1}),
-    "dispatches of 3 steps": Variant({"steps_per_dispatch": 3}),
     "reversed": Variant({}, arrival="reversed"),
-    "one by one": Variant({}, arrival="one by one"),
     "4 guesses, swapped": Variant(
         {"num_speculative_tokens": 4, "preemption": "swap"},
         num_rounds=4,
@@ -112,13 +108,6 @@ VARIANTS = {
     "everything, prompts in one piece": dataclasses.replace(
         EVERYTHING, options={**IN_ONE_PIECE, "steps_per_dispatch": 3}, with_scores=False
     ),
-    "prompts in one piece, uncached": Variant(
-        {**IN_ONE_PIECE, "enable_prefix_caching": False}, with_scores=False, happens=(PREEMPTED,)
-    ),
-    "blocks of 1, swapped": Variant(
-        {**BLOCKS_OF_1, "preemption": "swap"}, with_logprobs=True, happens=(SWAPPED, CACHED)
-    ),
-    "everything, blocks of 1": _everything(**BLOCKS_OF_1),
     "everything, blocks of 1, swapped": _everything(SWAPPED, **BLOCKS_OF_1, preemption="swap"),
     "everything, blocks of 1, recomputed": _everything(**BLOCKS_OF_1, preemption="recompute"),
 }
@@ -246,10 +235,12 @@ def with_logprobs(job: Job) -> Job:
     return dataclasses.replace(job, params=dataclasses.replace(job.params, logprobs=count))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant",
-    [pytest.param(variant, id=name) for name, variant in VARIANTS.items()],
+    [
+        pytest.param(variant, id=name, marks=() if name in CORE else pytest.mark.slow)
+        for name, variant in VARIANTS.items()
+    ],
 )
 def test_outputs_do_not_depend_on(
     request, monkeypatch, tiny_model, tokenizer, jobs, expected, expected_with_logprobs, variant

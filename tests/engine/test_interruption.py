@@ -20,7 +20,7 @@ PACKAGE = str(Path(paged_jax.__file__).parent)
 PARAMS = SamplingParams(temperature=1, seed=7, max_tokens=3, ignore_eos=True)
 FIRST = {"prompt_token_ids": [BOS, *range(5, 15)]}
 SECOND = {"prompt_token_ids": [BOS, *range(25, 32)]}
-# Interrupt at every 43rd line in the quick tests, at every line in the exhaustive tests.
+# Interrupt at every 43rd line, at every line in the exhaustive tests.
 STRIDES = [43, pytest.param(1, marks=pytest.mark.exhaustive)]
 
 
@@ -95,7 +95,7 @@ def expected(engine) -> dict[str, list[list[int]]]:
     return finish(engine)
 
 
-@pytest.mark.parametrize("stride", STRIDES)
+@pytest.mark.parametrize("stride", [307, pytest.param(43, marks=pytest.mark.slow), STRIDES[1]])
 def test_step_interrupted_at_any_line_loses_no_request(engine, expected, stride) -> None:
     def run(interrupter: Interrupter) -> None:
         add_two(engine)
@@ -147,7 +147,7 @@ def test_abort_interrupted_at_any_line_ends_all_or_nothing(engine, expected, str
 
 
 @pytest.mark.parametrize("stride", STRIDES)
-@pytest.mark.parametrize("is_idle", [True, False])
+@pytest.mark.parametrize("is_idle", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_update_params_interrupted_at_any_line_mixes_no_weights(
     tiny_model, stride, is_idle
 ) -> None:
@@ -183,7 +183,7 @@ def test_update_params_interrupted_at_any_line_mixes_no_weights(
 
 
 @pytest.mark.parametrize("stride", STRIDES)
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_sleep_interrupted_at_any_line_keeps_requests_and_weights(
     tiny_model, expected, stride, level
 ) -> None:

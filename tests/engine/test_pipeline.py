@@ -143,15 +143,9 @@ def test_drafts_turn_off_lookahead(make_engine) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS[1:])
-@pytest.mark.parametrize(
-    "num_blocks",
-    [SIZES["num_blocks"], pytest.param(12, marks=pytest.mark.slow)],
-    ids=["room", "preemption"],
-)
-def test_outputs_do_not_depend_on_lookahead(make_engine, expected, way, num_blocks) -> None:
-    engine = make_engine(way, num_blocks=num_blocks)
+def test_outputs_do_not_depend_on_lookahead(make_engine, expected, way) -> None:
+    engine = make_engine(way)
     assert texts(play(engine, jobs())) == expected
-    assert num_blocks > 12 or engine.stats.num_preemptions
     check_empty(engine)
 
 
@@ -199,15 +193,17 @@ def test_stop_strings_end_the_text_despite_lookahead(make_engine, way) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_lookahead_stops_when_blocks_run_out(make_engine, way) -> None:
+    """The preempted request continues with the tokens that it has alone."""
     engine = make_engine(way)
     params = dataclasses.replace(SEEDED, max_tokens=40)
-    for prompt in (LONG, OTHER):
-        engine.add_request(prompt, params)
-    num_steps = 0
-    while engine.has_unfinished:
-        engine.step()
-        num_steps += 1
+    both = [Job(name, each, params) for name, each in (("long", LONG), ("other", OTHER))]
+    alone = texts({job.name: play(engine, [job])[job.name] for job in both})
+    assert not engine.stats.num_preemptions
+
+    def on_step(num_steps: int) -> None:
         assert num_steps < 100, "more is queued again and again that cannot run"
+
+    assert texts(play(engine, both, on_step=on_step)) == alone
     assert engine.stats.num_preemptions
     check_empty(engine)
 

@@ -92,6 +92,7 @@ def test_tokens_do_not_depend_on_other_requests(engine, requests, alone) -> None
     assert engine.stats.num_preemptions > before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"steps_per_dispatch": 1}, {"num_speculative_tokens": 3}])
 def test_tokens_do_not_depend_on_engine_options(tiny_folder, requests, alone, changes) -> None:
     engine = Engine(tiny_folder, **SIZES, **changes)

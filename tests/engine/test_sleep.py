@@ -32,7 +32,7 @@ def num_live_bytes() -> int:
     return sum(array.nbytes for array in jax.live_arrays())
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_sleep_frees_device_memory(engine, level) -> None:
     expected = run(engine)
     held, compiled = num_live_bytes(), engine.stats.compile_seconds
@@ -57,6 +57,7 @@ def test_sleep_frees_device_memory(engine, level) -> None:
     check_empty(engine)
 
 
+@pytest.mark.slow
 def test_sleep_level_2_drops_the_weights_in_host_memory(engine) -> None:
     """At level 2, neither the device nor the host keeps the weights."""
     expected, leaves = run(engine), [np.array(array) for array in engine.weights]
@@ -88,6 +89,7 @@ def test_wake_up_continues_requests(engine) -> None:
     check_empty(engine)
 
 
+@pytest.mark.slow
 def test_wake_up_brings_weights_and_pool_back_separately(engine, tiny_folder) -> None:
     expected = run(engine)
     other = Llama(engine.config, rngs=nnx.Rngs(5))

@@ -19,8 +19,6 @@ from tests.support.random_model import random_llama
 from tests.support.tiny_model import BOS, CONFIG, EOS, SIZES
 from tests.support.workload import Job, check_empty, check_groups, play
 
-pytestmark = pytest.mark.optimised
-
 # Number of tokens of the trace per token here.
 PROMPT_SCALE, OUTPUT_SCALE = 64, 16
 # Mean and standard deviation of the logarithm of the number of tokens in the first 1,000 requests

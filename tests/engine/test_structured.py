@@ -92,6 +92,7 @@ def test_tokens_do_not_depend_on_other_requests(engine, alone) -> None:
     assert engine.stats.num_preemptions > before
 
 
+@pytest.mark.slow
 def test_tokens_do_not_depend_on_recovery(engine, alone) -> None:
     def disturb(engine: Engine) -> None:
         for _ in range(4):
@@ -101,6 +102,7 @@ def test_tokens_do_not_depend_on_recovery(engine, alone) -> None:
     assert run_all(engine, disturb=disturb) == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{"steps_per_dispatch": 1}, {"num_speculative_tokens": 3}],

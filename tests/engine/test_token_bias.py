@@ -22,6 +22,9 @@ OPTIONS = {
     "bad_words_ids": [[18], [4], [EOS]],
     "sequence_bias": [[[33], 4.0], [[29], -6.0]],
 }
+# Tokens by transformers: greedy, and the best of two beams without the penalty.
+GREEDY_TOKENS = [33, 33, 16, 33, 21, 12, 39, 6, 33, EOS]
+BEAM_TOKENS = [33, 33, 33, 36, 33, 36, 33, 16, 39, 33]
 SUPPRESSED = {3, 26, 37, 18, 4}
 AT_START = {EOS, 5, 22, 17}
 N = 24
@@ -39,53 +42,50 @@ def llm(folder) -> LLM:
     return LLM(folder, **SIZES)
 
 
-@pytest.fixture(scope="module")
-def peer(folder):
-    """Return the generation of the same model in transformers, which reads the same file."""
-    transformers = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-    def generate(**options) -> list[list[int]]:
-        ids = model.generate(torch.tensor([PROMPT]), pad_token_id=EOS, **options)
-        return [row[len(PROMPT) :].tolist() for row in ids]
-
-    return generate
-
-
 def complete(llm: LLM, params: SamplingParams) -> list[list[int]]:
     [output] = llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)
     return [completion.token_ids for completion in output.outputs]
 
 
 @pytest.mark.peers
-def test_generate_greedy_matches_transformers(llm, peer) -> None:
-    expected = peer(max_new_tokens=N)[0]
-    assert complete(llm, llm.get_default_sampling_params(max_tokens=N)) == [expected]
+def test_transformers_generates_the_expected_tokens(folder) -> None:
+    """It reads the same file."""
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def generate(**options) -> list[int]:
+        [ids] = model.generate(torch.tensor([PROMPT]), pad_token_id=EOS, **options)
+        return ids[len(PROMPT) :].tolist()
+
+    assert generate(max_new_tokens=N) == GREEDY_TOKENS
+    assert generate(max_new_tokens=N, repetition_penalty=1.0) != GREEDY_TOKENS
+    options = {"num_beams": 2, "length_penalty": 0.0, "repetition_penalty": 1.0}
+    assert generate(max_new_tokens=10, early_stopping="never", **options) == BEAM_TOKENS
+
+
+def test_generate_greedy_matches_transformers(llm) -> None:
+    assert complete(llm, llm.get_default_sampling_params(max_tokens=N)) == [GREEDY_TOKENS]
     # Sampling with top_k=1 runs the filters.
     drawn = llm.get_default_sampling_params(max_tokens=N, temperature=2.0, top_k=1, seed=3)
-    assert complete(llm, drawn) == [expected]
-    assert peer(max_new_tokens=N, repetition_penalty=1.0)[0] != expected
+    assert complete(llm, drawn) == [GREEDY_TOKENS]
 
 
-@pytest.mark.peers
-def test_generate_with_drafts_matches_transformers(folder, peer) -> None:
+@pytest.mark.slow
+def test_generate_with_drafts_matches_transformers(folder) -> None:
     llm = LLM(folder, num_speculative_tokens=3, **SIZES)
     prompt = {"prompt_token_ids": PROMPT}
     [output] = llm.generate(prompt, llm.get_default_sampling_params(max_tokens=N), use_tqdm=False)
-    assert output.outputs[0].token_ids == peer(max_new_tokens=N)[0]
+    assert output.outputs[0].token_ids == GREEDY_TOKENS
 
 
-@pytest.mark.peers
-def test_beam_search_matches_transformers(llm, peer) -> None:
+def test_beam_search_matches_transformers(llm) -> None:
     """The best sequence is compared, because transformers keeps fewer complete sequences."""
-    options = {"num_beams": 2, "length_penalty": 0.0, "repetition_penalty": 1.0}
-    expected = peer(max_new_tokens=10, early_stopping="never", **options)[0]
     params = BeamSearchParams(beam_width=2, max_tokens=10, length_penalty=0.0)
     [output] = llm.beam_search({"prompt_token_ids": PROMPT}, params)
-    assert output.sequences[0].tokens[len(PROMPT) :] == expected
+    assert output.sequences[0].tokens[len(PROMPT) :] == BEAM_TOKENS
     [plain] = LLM(llm.model, **SIZES).beam_search({"prompt_token_ids": PROMPT}, params)
-    assert plain.sequences[0].tokens[len(PROMPT) :] != expected
+    assert plain.sequences[0].tokens[len(PROMPT) :] != BEAM_TOKENS
 
 
 def test_beam_search_returns_no_suppressed_token(llm) -> None:
@@ -110,6 +110,7 @@ def test_generate_draws_no_suppressed_token(llm) -> None:
     check_allowed(complete(llm, SamplingParams(**{**vars(params), "logit_bias": bias})))
 
 
+@pytest.mark.slow
 def test_rollout_draws_no_suppressed_token(llm) -> None:
     prompts, lengths = np.array([PROMPT] * 4), np.array([5, 3, 4, 5])
     params = SamplingParams(temperature=3.0, max_tokens=N, seed=0)

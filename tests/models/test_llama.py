@@ -20,8 +20,6 @@ from paged_jax.models.paged_model import create_cache
 from tests.support.bundled_reference import COLUMNS, read_continuations
 from tests.support.random_model import random_llama
 
-pytestmark = pytest.mark.optimised
-
 CONFIG = LlamaConfig(
     vocab_size=61,
     hidden_size=24,
@@ -132,9 +130,9 @@ OTHERWISE = {
     [
         pytest.param({}, False, 8, id="llama"),
         # Heads on TPUs: K and V are padded to whole registers.
-        pytest.param(ALL, False, 128, id="all-padded"),
+        pytest.param(ALL, False, 128, id="all-padded", marks=pytest.mark.slow),
         pytest.param(SOME_WINDOWS, False, 8, id="some-windows"),
-        pytest.param(OTHERWISE, False, 8, id="otherwise"),
+        pytest.param(OTHERWISE, False, 8, id="otherwise", marks=pytest.mark.slow),
         pytest.param(ALL, True, 8, id="all-scanned", marks=pytest.mark.slow),
     ],
 )
@@ -161,7 +159,9 @@ def in_tiles(*chunks: tuple[int, np.ndarray]) -> tuple[np.ndarray, np.ndarray, n
     return token_ids, slots, num_tokens
 
 
-@pytest.mark.parametrize("variant", [{}, ALL], ids=["llama", "all"])
+@pytest.mark.parametrize(
+    "variant", [pytest.param({}, id="llama", marks=pytest.mark.slow), pytest.param(ALL, id="all")]
+)
 def test_prefill_tiles_and_decode_match_the_plain_forward(variant) -> None:
     """Rows of the same slot follow each other, within a call and over several calls."""
     config = dataclasses.replace(CONFIG, **variant)
@@ -271,6 +271,8 @@ def test_decode_copies_on_write_after_a_fork() -> None:
     assert int(cache.num_blocks - cache.tables.pool.num_free) == 1 + 2 * 2
 
 
+@pytest.mark.slow
+@pytest.mark.optimised
 @pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
 @pytest.mark.parametrize("step", ["decode", "cascade", "prefill"])
 def test_steps_copy_no_pool(step, scan_layers) -> None:
@@ -290,30 +292,6 @@ def test_steps_copy_no_pool(step, scan_layers) -> None:
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < 0.05 * cache.k.nbytes
     assert memory.alias_size_in_bytes >= cache.nbytes
-
-
-def test_rollout_can_be_one_program() -> None:
-    """A training loop calls such a program, which also allocates blocks in a while loop."""
-    model = random_llama(CONFIG, scan_layers=True)
-    ids = tokens(1, LENGTH)
-    ids[0, 5:] = 0
-
-    def rollout(model, cache):
-        logits, cache, _ = model.prefill(cache, ids[:, :5], jnp.array([0]), jnp.array([5]))
-
-        def body(state):
-            i, out, token, cache = state
-            logits, cache, _ = model.decode(cache, token, jnp.array([0]))
-            return i + 1, out.at[i].set(token[0]), jnp.argmax(logits, -1).astype(jnp.int32), cache
-
-        first = jnp.argmax(logits, -1).astype(jnp.int32)
-        state = (0, jnp.zeros(9, jnp.int32), first, cache)
-        return jax.lax.while_loop(lambda s: s[0] < 9, body, state)[1]
-
-    out = jax.jit(rollout)(model, new_cache())
-    ids[0, 5:14] = out
-    expected = np.argmax(PLAIN(model, ids)[0], axis=-1)
-    np.testing.assert_array_equal(out, expected[4:13])
 
 
 @pytest.mark.parametrize(
