@@ -14,7 +14,7 @@ import pytest
 
 # Patterns of the reasons for which tests may be skipped, and why that is right.
 ALLOWED_SKIPS = {
-    "no data from outside of the repository": "models, configs and traces of others cannot be part of it",
+    "no data from outside of the repository": "it belongs to others",
     "no SmolLM2": "the chat model is an optional download of 98 MB",
     "this jax (is too old for Mosaic GPU|has no simulator of a GPU|has no such kernels)": (
         "the oldest supported jax has no Mosaic GPU; the newest runs these tests"
