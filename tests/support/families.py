@@ -1,22 +1,27 @@
-"""Tiny checkpoints of every family, created and saved by transformers.
+"""Tiny checkpoints of every family, in the files of transformers.
 
 An entry of `CASES` tests a family: its logits, and the output of up to three engines. Each case
 has a layer of each kind, and a window that is shorter than its sequences. All weights are random,
-including norms and biases.
+including norms and biases, and depend on the names of tensors alone. `tests.support.references`
+has the files and what transformers computes, for tests without transformers.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from paged_jax.kernels.triton import Triton
+from tests.support import references
+from tests.support.references import VOCAB_SIZE, Tensor
 
-VOCAB_SIZE = 96
 WINDOW = 24
 _SLIDING = ["sliding_attention", "full_attention"]
 _SIZES: dict[str, Any] = {
@@ -680,6 +685,11 @@ VARIANTS = {
 }
 
 
+# Variants that combine parts as no case does: here, scaled queries and latent attention. Their
+# answers are stored, too.
+WITH_ENGINES = ("mistral4",)
+
+
 # Imported by the tests that need them and not during collection, because the import takes seconds.
 def torch() -> Any:
     """Return the package, or skip the test."""
@@ -707,9 +717,14 @@ def reference_config(case: Case) -> Any:
 
 
 def reference(case: Case) -> Any:
-    """Return a transformers model of a case with random weights."""
+    """Return a transformers model of a case with drawn weights."""
+    return drawn(_initial(case))
+
+
+def _initial(case: Case) -> Any:
+    """Return a transformers model of a case with its initial weights."""
     config = reference_config(case)
-    return _randomised(lambda config: _model_class(config)._from_config(config), config)
+    return _model_class(config)._from_config(config)
 
 
 def _model_class(config: Any) -> Any:
@@ -760,7 +775,12 @@ _VL_TEXT = {
 
 
 def reference_with_images(model_type: str) -> Any:
-    """Return a transformers model for images, one of `IMAGE_MODELS`."""
+    """Return a transformers model for images, one of `IMAGE_MODELS`, with drawn weights."""
+    return drawn(_initial_with_images(model_type))
+
+
+def _initial_with_images(model_type: str) -> Any:
+    """Return a transformers model for images with its initial weights."""
     kinds = transformers()
     config_class, model_class, case, _ = IMAGE_MODELS[model_type]
     changes = _VL_TEXT if case == "qwen3_vl" else CASES[case].changes
@@ -782,27 +802,56 @@ def reference_with_images(model_type: str) -> Any:
         eos_token_id=[1, 5],
         **{**options, "vision_config": {**vision, **options["vision_config"]}},
     )
-    return _randomised(getattr(kinds, model_class), config)
+    return getattr(kinds, model_class)(config)
 
 
-def _randomised(make: Callable[[Any], Any], config: Any) -> Any:
-    torch().manual_seed(0)
+def initial_models() -> dict[str, Any]:
+    """Return functions that make the models of `references`, with their initial weights."""
+    makers = {name: (_initial, case) for name, case in {**CASES, **VARIANTS}.items()}
+    makers |= {with_images(kind): (_initial_with_images, kind) for kind in IMAGE_MODELS}
+    return {name: functools.partial(*maker) for name, maker in makers.items()}
+
+
+def with_images(model_type: str) -> str:
+    """Return the name in `references` of a model for images."""
+    return f"{model_type} with images"
+
+
+def describe(model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the ``config.json`` and the tensors that transformers writes for an initial model."""
     # transformers logs that special tokens of a family are not in this vocabulary
     transformers().logging.set_verbosity_error()
-    model = make(config).eval()
-    with torch().no_grad():
-        for name, parameter in model.named_parameters():
-            offset = parameter.mean() if "norm" in name else 0.0  # 1, or Gemma's 0
-            # Small embeddings keep a tied model from repeating its last token.
-            std = 0.3 if parameter.ndim == 1 else 0.05 if "embed" in name else 0.2
-            parameter.normal_(std=std).add_(offset)
-        saved = model.state_dict()
-        for name, buffer in model.named_buffers():
-            # Such as the bias of a router, but not factors that the config determines.
-            if name in saved:
-                offset = buffer.mean().item()
-                buffer.normal_(std=0.3).add_(offset)
-    return model
+    transformers().logging.disable_progress_bar()
+    tensors = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        config = json.loads((Path(folder) / "config.json").read_text())
+        with safe_open(Path(folder) / "model.safetensors", "np") as file:
+            for name in sorted(file.keys()):
+                part = file.get_slice(name)
+                # Norms begin with 1 or, in Gemma, with 0, and scalars of layers with 1.
+                has_offset = "norm" in name or "layer_scalar" in name
+                offset = float(np.mean(file.get_tensor(name))) if has_offset else 0.0
+                assert offset in (0, 1) or not name.endswith("norm.weight"), name
+                tensors[name] = Tensor(tuple(part.get_shape()), part.get_dtype(), offset)
+    return config, tensors
+
+
+def drawn(model: Any) -> Any:
+    """Return a model of the same config with drawn weights, which transformers reads from a file.
+
+    Args:
+      model: a model with its initial weights.
+    """
+    return load_drawn(type(model), *describe(model))
+
+
+def load_drawn(kind: Any, config: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+    """Load drawn weights with a class of transformers."""
+    torch()
+    with tempfile.TemporaryDirectory() as folder:
+        references.write_model(Path(folder), config, references.draw(tensors))
+        return kind.from_pretrained(folder, attn_implementation="eager").eval()
 
 
 def logits(model: Any, token_ids: np.ndarray) -> np.ndarray:
