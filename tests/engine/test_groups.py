@@ -6,6 +6,7 @@ that is far smaller than the prompts.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Callable
@@ -74,8 +75,8 @@ MORE_BLOCKS = {"mixed": 20, "window only": 18}
 
 
 @pytest.fixture(scope="module")
-def models() -> dict[str, Llama]:
-    return {kind: random_llama(make_config(kind), scale=0.4) for kind in NUM_BLOCKS}
+def models() -> Callable[[str], Llama]:
+    return functools.cache(lambda kind: random_llama(make_config(kind), scale=0.4))
 
 
 @pytest.fixture(scope="module")
@@ -135,28 +136,29 @@ LONG_CHUNKS = {"max_chunk": 32, "block_size": 4}
 PREEMPTED, MOVED = "num_preemptions", "num_swap_preemptions"
 CACHED, GUESSED = "num_cached_tokens", "num_accepted_tokens"
 # Model, options, and names of `EngineStats` that must not be 0, else nothing was tested.
-VARIANTS = [
+CORE_VARIANTS = [
     ("mixed", SWAPPED, (MOVED, CACHED)),
     ("mixed", RECOMPUTED | UNCACHED, (PREEMPTED,)),
-    ("mixed", SWAPPED | {"num_speculative_tokens": 3}, (MOVED, CACHED, GUESSED)),
+]
+VARIANTS = [
     ("other heads", SWAPPED | {"num_speculative_tokens": 3}, (MOVED, CACHED, GUESSED)),
-    ("other heads", RECOMPUTED, (PREEMPTED, CACHED)),
     ("two windows", SWAPPED | UNCACHED | LONG_CHUNKS, (MOVED,)),
     ("two windows", RECOMPUTED | LONG_CHUNKS, (PREEMPTED, CACHED)),
     ("window only", RECOMPUTED, (PREEMPTED, CACHED)),
-    ("window only", SWAPPED | UNCACHED, (MOVED,)),
     ("window only", SWAPPED | {"num_speculative_tokens": 3}, (MOVED, CACHED, GUESSED)),
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "options", "happens"), VARIANTS)
+@pytest.mark.parametrize(
+    ("kind", "options", "happens"),
+    [*CORE_VARIANTS, *(pytest.param(*row, marks=pytest.mark.slow) for row in VARIANTS)],
+)
 def test_engine_with_windows_matches_the_plain_model(
     models, forward, jobs, monkeypatch, kind, options, happens
 ) -> None:
-    if (kind, options) == ("mixed", SWAPPED):
+    if (kind, options) == ("window only", RECOMPUTED):
         monkeypatch.setattr(runner, "row_bucket", row_bucket)
-    model = models[kind]
+    model = models(kind)
     engine = Engine(model, **SIZES | {"num_blocks": NUM_BLOCKS[kind]} | options)
     for _ in range(2):
         outputs = play(engine, jobs, on_step=lambda _: check_groups(engine.cache))
@@ -173,7 +175,7 @@ def test_engine_with_windows_matches_the_plain_model(
 @pytest.mark.parametrize("kind", ["mixed", "window only"])
 def test_stats_sharing_is_zero_for_different_prompts(models, jobs, kind) -> None:
     """Sharing is zero in every step, also in steps that are queued ahead of finished requests."""
-    engine = Engine(models[kind], **SIZES | {"num_blocks": NUM_BLOCKS[kind]} | UNCACHED)
+    engine = Engine(models(kind), **SIZES | {"num_blocks": NUM_BLOCKS[kind]} | UNCACHED)
     unrelated = [
         dataclasses.replace(job, params=dataclasses.replace(job.params, n=1)) for job in jobs[:5]
     ]
@@ -213,7 +215,7 @@ def drawn_jobs(draw: st.DrawFn) -> list[Job]:
 def test_prefix_cache_with_windows_changes_no_token(models, jobs, kind) -> None:
     """Requests share cached blocks, and the pools are too small to keep all of them."""
     sizes = SIZES | {"num_blocks": NUM_BLOCKS[kind]}
-    cached, uncached = (Engine(models[kind], **sizes | switch) for switch in ({}, UNCACHED))
+    cached, uncached = (Engine(models(kind), **sizes | switch) for switch in ({}, UNCACHED))
 
     @settings(max_examples=10, derandomize=True)
     @given(drawn_jobs())
@@ -313,7 +315,7 @@ def test_cascade_and_grammars_with_windows_match_the_plain_model(
     monkeypatch.setattr(cascade, "_MIN_SAVED_TOKENS", 1)
     monkeypatch.setattr(batch_places, "cascade_attention", trace)
     tokenizer = tokenizer_of_json(tiny_folder, tmp_path / "tokenizer")
-    model = models["mixed"]
+    model = models("mixed")
     beginning = [int(token) for token in np.random.default_rng(3).integers(3, 40, 66)]
     unbound = SamplingParams(**GREEDY, max_tokens=25)
     bound = [SamplingParams(temperature=0.0, max_tokens=64, structured_outputs=f) for f, _ in FORMS]
@@ -358,7 +360,7 @@ def test_cascade_and_grammars_with_windows_match_the_plain_model(
 @pytest.mark.parametrize("kind", ["mixed", "window only"])
 def test_cache_groups_and_cache_map_show_all_groups(models, forward, jobs, kind) -> None:
     """Check counts, map and pictures in every step, then beam search, sleep and a cache reset."""
-    model = models[kind]
+    model = models(kind)
     engine = Engine(model, **SIZES | {"num_blocks": MORE_BLOCKS[kind]})
     maps, most_used, pictures = [snapshot(engine)], [0, 0], set()
 
@@ -420,10 +422,9 @@ def metrics_of(engine: Engine) -> list[str]:
     return metrics.text().decode().splitlines()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mixed", "window only"])
+@pytest.mark.parametrize("kind", ["mixed", pytest.param("window only", marks=pytest.mark.slow)])
 def test_prefix_cache_needs_only_the_last_window(models, forward, jobs, kind) -> None:
-    model = models[kind]
+    model = models(kind)
     engine = Engine(model, **SIZES | {"num_blocks": MORE_BLOCKS[kind]})
     long, longest = jobs[0], jobs[3]
     beginning = {"prompt_token_ids": long.prompt["prompt_token_ids"][:41]}
