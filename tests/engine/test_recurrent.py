@@ -94,14 +94,13 @@ def expected(jobs) -> dict[str, list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_rejected_drafts_leave_no_trace_in_states(jobs, expected, preemption, monkeypatch) -> None:
+def test_rejected_drafts_leave_no_trace_in_states(jobs, expected, monkeypatch) -> None:
     # Draft some of the next tokens, and then a wrong one.
     draft_known_tokens(monkeypatch, expected, lambda count: count % 4, has_wrong=True)
-    engine = make_engine(num_speculative_tokens=4, preemption=preemption)
+    engine = make_engine(num_speculative_tokens=4, preemption="swap")
     run(engine, jobs, expected)
     assert 10 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens - 10
-    assert engine.stats.num_preemptions
+    assert engine.stats.num_swap_preemptions
 
 
 def draft_known_tokens(
@@ -134,7 +133,6 @@ VARIANTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no snapshots": ({"num_snapshots": 0}, ()),
     "short chunks": ({"max_num_batched_tokens": 6, "steps_per_dispatch": 1}, ()),
     "recomputed": ({"preemption": "recompute"}, ("num_preemptions", "num_cached_tokens")),
-    "swapped": ({"preemption": "swap"}, ("num_swap_preemptions",)),
 }
 
 
@@ -205,31 +203,20 @@ def test_a_prefix_of_500_tokens_is_found_but_for_64_tokens_and_a_block(monkeypat
     assert all(500 - 64 - 16 <= output.num_cached_tokens <= 500 for output in cached[1:])
 
 
-def test_a_branch_point_is_kept_for_the_third_prompt() -> None:
-    engine = make_engine()
-    outputs = [ask(engine, [prompt], 4)[0] for prompt in with_tails(random_tokens(0, 50), 3)]
-    assert [output.num_cached_tokens for output in outputs] == [0, 0, 48]
-
-
 def test_prompts_that_arrive_together_share_the_states_of_their_prefix() -> None:
     outputs = ask(make_engine(), with_tails(random_tokens(0, 50), 3), 4)
     assert [output.num_cached_tokens for output in outputs] == [0, 48, 48]
 
 
-def test_explain_says_that_a_snapshot_was_lacking() -> None:
+def test_a_branch_point_is_kept_for_the_third_prompt() -> None:
+    """The explanation of the second prompt says that a snapshot was lacking."""
     engine = make_engine()
     outputs = [ask(engine, [p], 1, explain=True)[0] for p in with_tails(random_tokens(0, 50), 3)]
+    assert [output.num_cached_tokens for output in outputs] == [0, 0, 48]
     matches = [str(output.explanation and output.explanation.prefix_match) for output in outputs]
     assert "block 0" in matches[0]
     assert "tokens 0..47 were in the cache" in matches[1] and "in none of them" in matches[1]
     assert "block 12" in matches[2], "the snapshot is where the blocks end"
-
-
-def test_reset_prefix_cache_forgets_all_snapshots() -> None:
-    engine, prompt = make_engine(), random_tokens(0, 40)
-    assert [ask(engine, [prompt], 1)[0].num_cached_tokens for _ in range(2)] == [0, 32]
-    engine.reset_prefix_cache()
-    assert ask(engine, [prompt], 1)[0].num_cached_tokens == 0
 
 
 def test_ngram_drafts_change_no_token() -> None:
