@@ -5,10 +5,13 @@ Those that run transformers have the marker `peers`: it computes the stored valu
 the folders that we write.
 
 All entries of `tests.support.families.CASES` and `VARIANTS` are tested without a cache, and some in
-an engine, whose pool is so small that it preempts sequences. Other combinations of backends and
-kinds of preemption run only with ``-m exhaustive``.
+an engine, whose pool is so small that it preempts sequences. `CORE_ENGINES` have each kind of
+layer once. Together with `MORE_ENGINES` and the engines on two devices, which use XLA, they run
+each kind of layer with three backends, with both kinds of preemption, with and without drafts, and
+with scores. Other combinations run only with ``-m exhaustive``.
 """
 
+import collections
 import itertools
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Rows
@@ -28,6 +31,7 @@ from paged_jax.kernels import dispatch
 from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.triton import linear as triton_kernel
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.layer_groups import CHUNKED, HYBRID, NOTHING, SPARSE
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.huggingface import save_weights
 from paged_jax.models.matrices import look_up_differentiably
@@ -56,15 +60,45 @@ NUM_TOP = 20
 
 # Options of the engines of each case: the backend, the kind of preemption, whether the engine
 # verifies drafts, and whether it scores a prompt. Most engines use the CPU kernels, which compile
-# in the least time.
+# in the least time. The tests of coverage check the tables.
 CORE_ENGINES = {
     "gemma2": ("cpu recompute drafts",),
     "gpt_oss": ("cpu swap",),
     "gemma3n": ("cpu swap scores",),
     "gemma4": ("cpu swap scores",),
     "mistral": ("triton recompute",),
+    "minimax_m2": ("xla swap scores",),
+    "llama4": ("cpu swap",),
+    "lfm2_moe": ("cpu recompute",),
+    "qwen3_5": ("cpu swap drafts scores",),
+    "falcon_h1": ("cpu swap drafts scores",),
+    "kimi_linear": ("cpu recompute drafts",),
+    "nemotron_h": ("cpu swap",),
 }
-MORE_ENGINES: dict[str, tuple[str, ...]] = {}
+MORE_ENGINES = {
+    "mistral": ("xla swap", "cpu swap drafts scores"),
+    "gemma2": ("xla recompute scores", "triton swap"),
+    "olmo2": ("triton swap", "cpu recompute drafts"),
+    "gpt_oss": ("xla recompute drafts scores", "triton recompute"),
+    "gemma3n": ("triton recompute drafts",),
+    "gemma4": ("triton recompute drafts",),
+    "llama4": ("xla recompute drafts scores", "triton recompute"),
+    "mistral4": ("cpu recompute drafts",),  # scaled queries of latent attention
+    "lfm2_moe": ("triton swap drafts scores",),
+    "qwen3_5": ("triton recompute",),
+    "falcon_h1": ("triton recompute",),
+    "kimi_linear": ("triton swap scores",),
+    "nemotron_h": ("xla recompute drafts scores", "triton swap"),
+}
+# Cases whose kinds of layers `tests/engine/test_tensor_parallel.py` runs on two devices, with XLA.
+ON_TWO_DEVICES = (
+    "qwen3_next",
+    "kimi_linear",
+    "falcon_h1",
+    "lfm2_moe",
+    "gemma3n",
+    "gemma4 with experts",
+)
 ENGINES = {
     name: (*CORE_ENGINES.get(name, ()), *MORE_ENGINES.get(name, ()))
     for name in [*CORE_ENGINES, *MORE_ENGINES]
@@ -181,6 +215,77 @@ def test_transformers_reads_what_we_save(name, tmp_path) -> None:
     logits = digest(families.logits(theirs, TOKENS[None])[0], POSITIONS)
     tolerance = family_references.TOLERANCE
     np.testing.assert_allclose(logits, reference.logits, rtol=0, atol=tolerance)
+
+
+def kinds_of_layers(config: LlamaConfig) -> set[str]:
+    """Return the properties of a model on which kernels, cache groups or states depend."""
+    windows = {window is None for window in config.sliding_windows}
+    types = {*config.layer_types, *config.mlp_layer_types}
+    kinds = {
+        "a window in all layers": windows == {False},
+        "a window in some layers": len(windows) == 2 and CHUNKED not in types,
+        "attention to chunks": CHUNKED in types,
+        "only attention or only an MLP": NOTHING in types,
+        "attention beside a recurrence": HYBRID in types,
+        type(config.mixer).__name__: config.mixer is not None,
+        "latent attention": config.latent is not None,
+        "soft caps": config.attn_logit_softcapping is not None,
+        "sinks": config.attention_sinks,
+        "other heads in some layers": bool(config.global_head_dim),
+        "keys as values": config.attention_k_eq_v,
+        "shared keys and values": bool(config.num_kv_shared_layers),
+        "several residual streams": config.residual_streams is not None,
+        "embeddings of layers": bool(config.hidden_size_per_layer_input),
+        "experts": bool(config.num_experts),
+        "dense layers beside experts": SPARSE in types,
+        "experts with biases": config.expert_bias,
+        "scaled queries": config.query_scale is not None,
+        "layers without rotation": bool(config.rope_layers) or not config.partial_rotary_factor,
+        "rotation of a part": 0 < config.partial_rotary_factor < 1,
+        "norms over all heads": config.qk_norm and config.qk_norm_scope == "projection",
+        "gates of attention": config.attention_gate,
+        "biases": config.qkv_bias,
+        "biases of MLPs": config.mlp_bias,
+        "tied embeddings": config.tie_word_embeddings,
+    }
+    return {kind for kind, is_there in kinds.items() if is_there}
+
+
+def stored_kinds(name: str) -> set[str]:
+    """Return the kinds of layers of a stored model."""
+    return kinds_of_layers(LlamaConfig.from_dict(references.stored(name).config))
+
+
+def options_of(row: str) -> tuple[str, ...]:
+    """Return the options of an engine, and whether it has no drafts."""
+    return *row.split(), "drafts" if "drafts" in row else "no drafts"
+
+
+OPTIONS = {*BACKENDS, "swap", "recompute", "drafts", "no drafts", "scores"}
+
+
+def test_engines_of_the_core_cover_each_kind_of_layer_and_each_option() -> None:
+    assert all(row in ENGINES[name] for name, rows in CORE_ENGINES.items() for row in rows)
+    rows = itertools.chain(*CORE_ENGINES.values())
+    assert set(itertools.chain(*map(options_of, rows))) == OPTIONS
+    kinds = set().union(*map(stored_kinds, CASES))
+    assert len(kinds) > 20
+    assert set().union(*map(stored_kinds, CORE_ENGINES)) == kinds
+
+
+def test_engines_cover_each_kind_of_layer_with_each_option() -> None:
+    """Also checks that each backend runs with each other option."""
+    covered, combined = collections.defaultdict(set), set()
+    for name in CASES:
+        options = [options_of(row) for row in ENGINES.get(name, ())]
+        combined.update((backend, option) for backend, *others in options for option in others)
+        if name in ON_TWO_DEVICES:
+            options.append(("xla",))
+        for kind in stored_kinds(name):
+            covered[kind].update(*options)
+    kinds = set().union(*map(stored_kinds, CASES))
+    assert {kind: OPTIONS - covered[kind] for kind in kinds if covered[kind] != OPTIONS} == {}
+    assert combined == set(itertools.product(BACKENDS, OPTIONS - set(BACKENDS)))
 
 
 def engine_params() -> list[Any]:
