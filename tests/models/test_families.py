@@ -37,6 +37,7 @@ from paged_jax.models.loading.huggingface import save_weights
 from paged_jax.models.matrices import look_up_differentiably
 from paged_jax.runner import runner
 from paged_jax.scheduler.request import Sequence
+from tests.engine import test_tensor_parallel as two_devices
 from tests.support import families, family_references, references
 from tests.support.families import CASES, IMAGE_MODELS, VARIANTS
 from tests.support.references import (
@@ -90,15 +91,6 @@ MORE_ENGINES = {
     "kimi_linear": ("triton swap scores",),
     "nemotron_h": ("xla recompute drafts scores", "triton swap"),
 }
-# Cases whose kinds of layers `tests/engine/test_tensor_parallel.py` runs on two devices, with XLA.
-ON_TWO_DEVICES = (
-    "qwen3_next",
-    "kimi_linear",
-    "falcon_h1",
-    "lfm2_moe",
-    "gemma3n",
-    "gemma4 with experts",
-)
 ENGINES = {
     name: (*CORE_ENGINES.get(name, ()), *MORE_ENGINES.get(name, ()))
     for name in [*CORE_ENGINES, *MORE_ENGINES]
@@ -279,7 +271,7 @@ def test_engines_cover_each_kind_of_layer_with_each_option() -> None:
     for name in CASES:
         options = [options_of(row) for row in ENGINES.get(name, ())]
         combined.update((backend, option) for backend, *others in options for option in others)
-        if name in ON_TWO_DEVICES:
+        if name in two_devices.ENGINES:
             options.append(("xla",))
         for kind in stored_kinds(name):
             covered[kind].update(*options)

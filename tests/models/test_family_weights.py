@@ -18,7 +18,7 @@ from tests.support import families
 from tests.support.families import CASES, VOCAB_SIZE, WINDOW
 
 # Importing torch and transformers takes seconds.
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.peers]
 
 # Parameters that are buffers in transformers, and get no gradient there.
 NOT_TRAINED = ("router_correction_bias", "layer_scalar")

@@ -85,6 +85,7 @@ def check_logits(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.peers
 @pytest.mark.parametrize("name", ["qwen3 tied", "gemma3", "llama"])
 @pytest.mark.parametrize("edit", [double_head, only_head, without_prefix])
 @pytest.mark.filterwarnings("ignore:.*differs from the embeddings:UserWarning")
@@ -96,6 +97,7 @@ def test_from_pretrained_reads_unusual_files_like_transformers(tmp_path, name, e
 
 
 @pytest.mark.slow
+@pytest.mark.peers
 @pytest.mark.parametrize("outer", [True, False, "missing", None])
 @pytest.mark.parametrize("inner", [True, False])
 def test_from_pretrained_ties_models_with_images_like_transformers(tmp_path, outer, inner):
@@ -111,6 +113,7 @@ def test_from_pretrained_ties_models_with_images_like_transformers(tmp_path, out
 
 
 @pytest.mark.slow
+@pytest.mark.peers
 @pytest.mark.parametrize("name", ["qwen3 tied", "gemma3", "with images"])
 def test_from_pretrained_reads_models_without_a_head(tmp_path, name):
     if name == "with images":
@@ -140,6 +143,7 @@ def test_read_config_prefers_the_dtype_of_the_config(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.peers
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_read_config_finds_the_dtype_of_transformers(tmp_path, dtypes):
     """Embeddings and all other tensors have different dtypes."""

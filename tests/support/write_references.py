@@ -2,7 +2,7 @@
 
     python -m tests.support.write_references [NAME ...]        # all by default
 
-It needs the extra `peers`, and renews the digests of the folder. The tests themselves only read the
+It needs the group `peers`, and renews the digests of the folder. The tests themselves only read the
 files. Each name is a folder of tests/data, and a module of tests/support whose function `write`
 computes its files.
 """
@@ -11,10 +11,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.support import DATA, bundled_reference
+from tests.support import DATA, bundled_reference, family_references
 from tests.support.data_digests import write_digests
 
-WRITERS: dict[str, Callable[[Path], None]] = {"bundled": bundled_reference.write}
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "bundled": bundled_reference.write,
+    "families": family_references.write,
+}
 
 
 def main(*names: str) -> None:
