@@ -8,12 +8,13 @@ Requires the extra "aot". XLA compiles for the description of a GPU. ptxas, run 
 this library's kernels, reports registers and spills. For kernels that spill, and for the cases in
 `GPU_LISTED`, nvdisasm lists the instructions of loops. Nothing runs. This shows that programs
 compile and their registers, shared memory, copies, instructions and launches. It does not show
-correctness or speed.
+correctness or speed. Results of programs that have not changed come from a file, see `aot_store`.
 
 It is a script because JAX reads its settings from the environment when it is imported.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -27,9 +28,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tests.support import aot_store
+
 _folder = tempfile.TemporaryDirectory(prefix="aot_gpu_")  # removed at exit
 DUMP = Path(_folder.name)
 os.environ["JAX_PLATFORMS"] = "cpu"
+aot_store.omit_locations()
 # Programs from a cache would dump no PTX.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 os.environ["XLA_FLAGS"] = (
@@ -43,27 +47,29 @@ from jax.experimental import topologies  # noqa: E402
 from jax.experimental.mosaic.gpu import utils as mosaic_utils  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
+from tests.support import aot_reading  # noqa: E402
 from tests.support.aot_cases import (  # noqa: E402
     GPU_CASES,
     GPU_COMPILER_OPTIONS,
     GPU_LISTED,
-    OUR_KERNELS,
     chosen,
+)
+from tests.support.aot_reading import (  # noqa: E402
+    OUR_KERNELS,
     count_collectives,
+    count_weight_reads,
 )
 from tests.support.engine_step import EngineStep  # noqa: E402
 from tests.support.expert_cases import ExpertCase  # noqa: E402
 from tests.support.gpus import GPUS, Gpu  # noqa: E402
 from tests.support.kernel_cases import Case  # noqa: E402
-from tests.support.quantised_cases import QuantisedCase, count_weight_reads  # noqa: E402
+from tests.support.quantised_cases import QuantisedCase  # noqa: E402
 from tests.support.state_cases import StateCase  # noqa: E402
 
 
 def find_tool(name: str) -> str:
     """Return the path of a CUDA tool that pip installed, as for XLA, or on the PATH."""
-    site_packages = Path(jax.__file__).parent.parent
-    installed = next(site_packages.glob(f"nvidia/*/bin/{name}"), None)
-    found = installed or shutil.which(name)
+    found = aot_store.find_cuda(f"bin/{name}") or shutil.which(name)
     if found is None:
         sys.exit(
             f'aot_gpu.py: no {name}. Install the extra "aot", or put a CUDA toolkit on the PATH.'
@@ -85,30 +91,41 @@ def find_devices(shape: str, gpu: Gpu) -> Any:
     return topology.devices
 
 
-def compile_case(name: str, gpu: Gpu) -> dict[str, Any]:
-    """Compile a case and return its resources."""
-    case = GPU_CASES[name]
+def compile_case(name: str, gpu: Gpu, store: aot_store.Store) -> dict[str, Any]:
+    """Return the resources of a case from the store, or compile it."""
+    case, topology = GPU_CASES[name], "1x1x1"
     # Without a GPU, Mosaic GPU would compile for compute capability 9.0.
     mosaic_utils._infer_arch = lambda: gpu.device.compute_capability
     if isinstance(case, EngineStep):
-        lowered = case.lower("cuda", find_devices(case.topology, gpu))
+        topology = case.topology
+        lowered = case.lower("cuda", find_devices(topology, gpu))
     else:
-        sharding = SingleDeviceSharding(find_devices("1x1x1", gpu)[0])
+        sharding = SingleDeviceSharding(find_devices(topology, gpu)[0])
         is_op = isinstance(case, Case | ExpertCase | QuantisedCase | StateCase)
         others = {"gpu": gpu.device} if is_op else {}
         lowered = case.lower("cuda", sharding, **others)
     for path in DUMP.iterdir():
         path.unlink()
-    options = dict(GPU_COMPILER_OPTIONS.get(name, {}))
-    compiled = lowered.compile(compiler_options=options)
+    is_listed = name in GPU_LISTED
+    return store.compile(
+        name,
+        lowered,
+        functools.partial(read_resources, is_listed=is_listed),
+        options=GPU_COMPILER_OPTIONS.get(name),
+        facts=(gpu.target_config, topology, is_listed),
+    )
+
+
+def read_resources(compiled: jax.stages.Compiled, *, is_listed: bool) -> dict[str, Any]:
+    """Return the resources of a program that was just compiled."""
     memory = compiled.memory_analysis()
     launches, num_conditionals = read_launches()
     return {
         "launches": launches,
         "num_conditionals": num_conditionals,
         "kernels": [
-            examine_kernel(path, is_listed=name in GPU_LISTED)
-            for path in DUMP.glob("*.ptx")
+            examine_kernel(path, is_listed=is_listed)
+            for path in sorted(DUMP.glob("*.ptx"))
             if is_ours(path)
         ],
         "collectives": count_collectives(compiled.as_text()),
@@ -289,13 +306,15 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="regular expressions, from the beginning of names")
     args = parser.parse_args()
     results = {}
+    store = aot_store.Store("gpu", args.gpu, GPU_CASES, (__file__, aot_reading.__file__))
     for name in chosen(GPU_CASES, args.names):
         try:
-            results[name] = compile_case(name, GPUS[args.gpu])
+            results[name] = compile_case(name, GPUS[args.gpu], store)
         except Exception:
             # A case that does not compile must not hide the others.
             results[name] = {"error": traceback.format_exc()}
-    json.dump({"jax": jax.__version__, "cases": results}, sys.stdout, indent=1)
+    document = {"jax": jax.__version__, "cases": results, "counts": store.counts}
+    json.dump(document, sys.stdout, indent=1)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@
 
 Requires the extra "aot". The pool has the number of blocks that `paged_jax.plan` computes, so a
 compiler that enforces the memory limit of its device, as the TPU compiler does, also checks the
-plan. Nothing runs. This shows that programs compile, their memory and their communication.
+plan. Nothing runs. This shows that programs compile, their memory and their communication. Results
+of programs that have not changed come from a file, see `aot_store`.
 
 It is a script because JAX and libtpu read their settings from the environment when they are
 imported.
@@ -20,15 +21,17 @@ import sys
 import time
 from typing import Any
 
-from tests.support import aot_environment
+from tests.support import aot_environment, aot_store
 
 aot_environment.set_for_tpus()
+aot_store.omit_locations()
 
 import jax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 
 from paged_jax.engine.memory_plan import DEVICES, MemoryPlan, collectives, make_plan  # noqa: E402
-from tests.support.aot_cases import count_collectives  # noqa: E402
+from tests.support import aot_reading  # noqa: E402
+from tests.support.aot_reading import count_collectives  # noqa: E402
 from tests.support.decode_step import LLAMA_3_8B, LLAMA_3_70B, LLAMA_3_405B  # noqa: E402
 from tests.support.engine_step import EngineStep  # noqa: E402
 from tests.support.gpus import GPUS  # noqa: E402
@@ -54,18 +57,23 @@ def find_devices(device: str, shape: str) -> list[Any]:
     return list(topology.devices)
 
 
-def describe(plan: MemoryPlan, compiled: jax.stages.Compiled) -> dict[str, Any]:
-    """Return the resources of a program on each device, next to the planned values."""
-    memory, text = compiled.memory_analysis(), compiled.as_text()
-    pool = plan.footprint.pool_bytes(plan.num_engine_blocks)
+def describe(plan: MemoryPlan) -> dict[str, Any]:
+    """Return the planned resources of a program on each device."""
     return {
         "num_blocks": plan.num_engine_blocks,
         "planned": {
             "weights": plan.footprint.weights,
-            "pool": pool,
+            "pool": plan.footprint.pool_bytes(plan.num_engine_blocks),
             "step": plan.footprint.step,
             "collectives": collectives(plan, plan.sizes.num_slots)._asdict(),
         },
+    }
+
+
+def read_resources(compiled: jax.stages.Compiled) -> dict[str, Any]:
+    """Return the resources of a compiled program on each device."""
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    return {
         "argument_bytes": memory.argument_size_in_bytes,
         "aliased_bytes": memory.alias_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
@@ -105,10 +113,21 @@ def main() -> None:
     )
     start = time.process_time()
     step = EngineStep.of_plan(plan, program=args.program)
-    platform = "cuda" if device.platform == "gpu" else device.platform
-    compiled = step.lower(platform, devices).compile()
-    case = describe(plan, compiled) | {"compile_seconds": round(time.process_time() - start)}
-    json.dump({"jax": jax.__version__, "cases": {args.program: case}}, sys.stdout, indent=1)
+    is_gpu = device.platform == "gpu"
+    lowered = step.lower("cuda" if is_gpu else device.platform, devices)
+    case = " ".join(sys.argv[2:])
+    store = aot_store.Store(
+        device.platform,
+        args.devices,
+        [case],
+        (__file__, aot_reading.__file__, aot_environment.__file__),
+    )
+    facts = (args.devices, GPUS[name].target_config if is_gpu else None)
+    resources = store.compile(case, lowered, read_resources, facts=facts)
+    seconds = round(time.process_time() - start)  # only of lowering if the result is stored
+    results = {args.program: describe(plan) | resources | {"compile_seconds": seconds}}
+    document = {"jax": jax.__version__, "cases": results, "counts": store.counts}
+    json.dump(document, sys.stdout, indent=1)
 
 
 if __name__ == "__main__":

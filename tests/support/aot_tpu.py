@@ -5,7 +5,8 @@
 
 Requires the extra "aot". The compiler in libtpu enforces the limits of the chip: alignment of
 tiles, the sizes of VMEM and HBM, supported operations. Nothing runs. This shows that programs
-compile and their memory. It does not show correctness or speed.
+compile and their memory. It does not show correctness or speed. Results of programs that have not
+changed come from a file, see `aot_store`.
 
 It is a script because JAX and libtpu read their settings from the environment when they are
 imported.
@@ -18,9 +19,10 @@ import sys
 import traceback
 from typing import Any
 
-from tests.support import aot_environment
+from tests.support import aot_environment, aot_store
 
 aot_environment.set_for_tpus()
+aot_store.omit_locations()
 
 import jax  # noqa: E402
 from jax._src.lib import tpu  # noqa: E402
@@ -28,7 +30,9 @@ from jax._src.lib.mlir import ir  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
-from tests.support.aot_cases import TPU_CASES, chosen, count_collectives  # noqa: E402
+from tests.support import aot_reading  # noqa: E402
+from tests.support.aot_cases import TPU_CASES, chosen  # noqa: E402
+from tests.support.aot_reading import count_collectives  # noqa: E402
 from tests.support.engine_step import EngineStep  # noqa: E402
 
 # The smallest topology of each generation that libtpu describes. The script compiles for one of its
@@ -54,16 +58,19 @@ def find_devices(name: str) -> Any:
     return topology.devices
 
 
-def compile_case(name: str, generation: str) -> dict[str, Any]:
-    """Compile a case and return its resources."""
-    case = TPU_CASES[generation][name]
+def compile_case(name: str, generation: str, store: aot_store.Store) -> dict[str, Any]:
+    """Return the resources of a case from the store, or compile it."""
+    case, topology = TPU_CASES[generation][name], TOPOLOGIES[generation]
     if isinstance(case, EngineStep):
-        topology = case.topology if case.num_devices > 1 else TOPOLOGIES[generation]
-        devices = find_devices(topology)[: case.num_devices]
-        compiled = case.lower("tpu", devices).compile()
+        topology = case.topology if case.num_devices > 1 else topology
+        lowered = case.lower("tpu", find_devices(topology)[: case.num_devices])
     else:
-        device = find_devices(TOPOLOGIES[generation])[0]
-        compiled = case.lower("tpu", SingleDeviceSharding(device)).compile()
+        lowered = case.lower("tpu", SingleDeviceSharding(find_devices(topology)[0]))
+    return store.compile(name, lowered, read_resources, facts=(topology,))
+
+
+def read_resources(compiled: jax.stages.Compiled) -> dict[str, Any]:
+    """Return the resources of a compiled program."""
     memory, text = compiled.memory_analysis(), compiled.as_text()
     return {
         "kernels": text.count('custom_call_target="tpu_custom_call"'),
@@ -102,13 +109,16 @@ def main() -> None:
         sys.exit(f"usage: python -m tests.support.aot_tpu {{{','.join(TOPOLOGIES)}}} [name ...]")
     generation, *names = sys.argv[1:]
     results = {}
+    sources = __file__, aot_reading.__file__, aot_environment.__file__
+    store = aot_store.Store("tpu", generation, TPU_CASES[generation], sources)
     for name in chosen(TPU_CASES[generation], names):
         try:
-            results[name] = compile_case(name, generation)
+            results[name] = compile_case(name, generation, store)
         except Exception:
             # A case that does not compile must not hide the others.
             results[name] = {"error": traceback.format_exc()}
-    json.dump({"jax": jax.__version__, "cases": results}, sys.stdout, indent=1)
+    document = {"jax": jax.__version__, "cases": results, "counts": store.counts}
+    json.dump(document, sys.stdout, indent=1)
 
 
 if __name__ == "__main__":
