@@ -31,7 +31,7 @@ _INTERPRETED = {"triton", "mosaic_tpu"}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark all tests in `_FILES`, except tests of kernels that run in the interpreter.
 
-    Tests in files `test_aot_*`, except those of the stored results, need compilers for other devices.
+    Tests in files `test_aot_*` need compilers for other devices, except the tests of the store.
     """
     for item in items:
         if item.path.parent.name != "kernels":
