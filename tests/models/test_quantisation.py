@@ -161,6 +161,10 @@ def test_find_quantisation_reads_gpt_oss_and_mlx() -> None:
     assert mlx.scheme_of(PROJECTION) == Scheme("mlx", 8, (1, 32), has_zero_points=True)
     assert mlx.scheme_of("model.embed_tokens") == Scheme("mlx", 4, (1, 64), has_zero_points=True)
     assert mlx.ignoring("lm_head") == "lm_head" and mlx.ignoring(PROJECTION) is None
+    # The defaults of `mlx.nn.quantize`.
+    mlx = find_quantisation({"quantization": {"bits": 4}})
+    assert mlx is not None
+    assert mlx.scheme_of(PROJECTION) == Scheme("mlx", 4, (1, 64), has_zero_points=True)
 
 
 @pytest.mark.parametrize(

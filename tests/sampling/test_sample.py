@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paged_jax.sampling.params import SamplingParams
-from paged_jax.sampling.sample import sample, top_logprobs
+from paged_jax.sampling.sample import log_sum_exp, sample, top_logprobs
 from paged_jax.sampling.state import SlotSampling
 from tests.support import oracles_sampling as oracles
 from tests.support.decode_sequences import write_slot
@@ -469,3 +469,16 @@ def test_sample_rejects_wrong_shapes():
 def test_sample_works_without_room_for_biases():
     state = SlotSampling.create(1, 4, max_logit_bias=0, max_stop_ids=0)
     assert step(np.array([[0, 0, 1, 0]], np.float32), state)[0].tolist() == [2]
+
+
+def test_log_sum_exp_matches_numpy() -> None:
+    """Also of a row in which no token is possible, and with a peak that is not the largest logit.
+
+    A row of -inf is the logarithm of a sum of zeros, and exp(1000) is not finite.
+    """
+    logits = random_logits(5, VOCAB)
+    logits[1], logits[2], logits[3, 1:] = -np.inf, logits[2] + 1000, -np.inf
+    want = np.logaddexp.reduce(logits.astype(np.float64), axis=1)
+    np.testing.assert_allclose(log_sum_exp(logits)[:, 0], want, rtol=1e-6)
+    peak = jnp.asarray(logits).max(axis=1, keepdims=True) + 1
+    np.testing.assert_allclose(log_sum_exp(logits, peak)[:, 0], want, rtol=1e-6)
