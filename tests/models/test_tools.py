@@ -600,3 +600,31 @@ def test_constraint_drops_the_largest_schemas(grammars, compiler, tokenizer) -> 
 def test_constraint_rejects_models_without_grammars(tokenizer) -> None:
     with pytest.raises(ArgumentError, match="tools must be None .* no end-of-sequence token"):
         constraint_of(ToolGrammars(GrammarCompiler(tokenizer.backend, V, [])), [tool({})], "auto")
+
+
+def test_long_text_comes_before_the_end_if_the_closing_mark_is_missing() -> None:
+    """Another call or the closing mark could follow, but not after so much text."""
+    format = ToolFormat('{"name": "', '", "arguments": ', "}", opening="<calls>", between=", ",
+                        closing="</calls>")  # fmt: skip
+    reader, tail = ToolReader(format), "A text without a mark. " * 60
+    text = '<calls>{"name": "f", "arguments": {"a": 1}}' + tail
+    deltas = [delta for char in text for delta in reader.push(char)]
+    found = "".join(delta.text for delta in deltas if delta.kind == "content")
+    assert tail.startswith(found) and len(found) > len(tail) // 2
+    deltas += reader.push("", is_last=True)
+    parts = {kind: "".join(text for other, text in deltas if other == kind) for kind, _ in deltas}
+    assert parts == {"call": "f", "arguments": '{"a": 1}', "content": tail}
+
+
+ESCAPED = {"a": 'a quote " and } and \\', "b": ["]", '\\"', "\\"], "c": {}}
+
+
+@pytest.mark.parametrize("format", [HERMES, LLAMA3])
+def test_strings_with_escapes_do_not_end_the_arguments_at_any_cut(format) -> None:
+    text = f"{format.before_name}f{format.after_name}{json.dumps(ESCAPED)}{format.after_arguments}"
+    for cut in range(len(text) + 1):
+        reader = ToolReader(format)
+        deltas = [*reader.push(text[:cut]), *reader.push(text[cut:], is_last=True)]
+        assert {delta.kind for delta in deltas} == {"call", "arguments"}, text[:cut]
+        arguments = "".join(delta.text for delta in deltas if delta.kind == "arguments")
+        assert json.loads(arguments) == ESCAPED, text[:cut]

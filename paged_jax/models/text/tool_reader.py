@@ -209,7 +209,10 @@ class ToolReader:
         if closed and (format.closing or is_last):
             self._buffer = rest[closed.end() :]
             return self._leave(True, "")
-        return self._leave(is_last or len(rest) > _MAX_HEAD, "")
+        if is_last or len(rest) > _MAX_HEAD:
+            self._buffer = rest
+            return self._leave(True, "")
+        return []
 
     def _leave(self, is_over: bool, expected: str) -> list[AnswerDelta]:
         """Return to the state "text" if no calls follow (`is_over`), otherwise wait for more text.
