@@ -297,3 +297,13 @@ def test_random_answers_follow_the_form_in_the_final_channel(random_answers) -> 
     for parts in random_answers([], answer='"yes" | "no"'):
         kind, text = parts[-1]
         assert kind == "content" and text in ("yes", "no")
+
+
+def test_harmony_message_without_an_end_ends_at_the_next_message_at_any_cut() -> None:
+    """Models sometimes leave out the end of a message before a call."""
+    text = "<|channel|>final<|message|>Yes<|start|>assistant to=functions.f<|message|>{}<|end|>"
+    for cut in range(len(text) + 1):
+        reader = HarmonyReader()
+        parts = [*reader.push(text[:cut]), *reader.push(text[cut:], is_last=True)]
+        found = {kind: "".join(text for other, text in parts if other == kind) for kind, _ in parts}
+        assert found == {"content": "Yes", "call": "f", "arguments": "{}"}, text[:cut]
