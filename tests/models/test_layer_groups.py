@@ -13,6 +13,7 @@ from flax import nnx
 from paged_jax import Llama, LlamaConfig, SamplingParams
 from paged_jax.cache import CacheGroup, PagedCache, paged_cache
 from paged_jax.cache.blocks import check_invariants
+from paged_jax.models.layer_groups import LatentSizes
 from paged_jax.models.paged_model import create_cache
 from paged_jax.runner.decode_state import DecodeState, assign
 from paged_jax.runner.decoding import decode_steps, verify_steps
@@ -192,3 +193,23 @@ def test_programs_update_all_pools_in_place(step) -> None:
     assert memory.alias_size_in_bytes > sum(nbytes)
     # A copy of the keys of a single layer would be a quarter of the smaller pools.
     assert memory.temp_size_in_bytes < min(nbytes) / 5
+
+
+LATENT = dataclasses.replace(
+    CONFIG,
+    latent=LatentSizes(0, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5),
+    num_key_value_heads=4,
+    head_dim=4,
+    sliding_window=None,
+    layer_types=(),
+)
+
+
+@pytest.mark.parametrize("config", [CONFIG, LATENT], ids=["windows", "latent"])
+def test_num_values_counts_the_elements_of_a_token_in_the_pools(config) -> None:
+    cache = jax.eval_shape(
+        lambda: create_cache(config, num_slots=3, max_length=LENGTH, block_size=C, max_tokens=CHUNK)
+    )
+    for group, pools in zip(config.layer_groups, cache.groups, strict=True):
+        num_tokens = pools.pools.k.shape[1] * C
+        assert group.num_values * num_tokens == sum(x.size for x in jax.tree.leaves(pools.pools))

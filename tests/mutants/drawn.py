@@ -274,8 +274,7 @@ DRAWN = (
         "paged_jax.models.layer_groups:LayerGroup.num_values",
         "self.kv.head_dim + self.kv.value_dim",
         "2 * self.kv.head_dim",
-        "tests/models/test_layer_groups.py",
-        "tests/test_plan_groups.py",
+        "tests/models/test_layer_groups.py::test_num_values_counts_the_elements_of_a_token_in_the_pools",
     ),
     mutant(
         "sums of sigmoid scores have no epsilon",
@@ -283,7 +282,7 @@ DRAWN = (
         "paged_jax.models.mlp:_weights_of_logits",
         "_sum_in_order(weights[..., None]) + router.epsilon",
         "_sum_in_order(weights[..., None])",
-        "tests/models/test_mlp.py",
+        "tests/models/test_layer.py::test_forward_matches_the_formulas_in_float64",
     ),
     mutant(
         "quantised output embeddings are read by any reader",
