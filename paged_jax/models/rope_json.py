@@ -162,9 +162,9 @@ def _read_query_scale(
         beta = read_number(config, "attn_scale")
         length = read_number(config, "floor_scale")
         return QueryScale(beta, int(length), offset=1, only_without_rope=True)
-    # In early files of Mistral, these values are in a separate entry.
+    # In early files of Mistral, these values are in a separate entry. `rope` may be a default.
     given = {**rope, **read_object(config, "llama_4_scaling")}
-    beta = given.get("llama_4_scaling_beta", given.get("beta"))
+    beta = given.get("beta", given.get("llama_4_scaling_beta"))
     if beta is None:
         return None
     if family.query_scale != "rope_parameters":

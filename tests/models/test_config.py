@@ -640,3 +640,14 @@ def test_damaged_entries_are_value_errors(case) -> None:
                 LlamaConfig.from_dict(damage(file, place, value))
             except ValueError as error:
                 assert "\n" not in str(error), (place, value)
+
+
+def test_from_dict_reads_the_query_scale_of_early_files_of_mistral() -> None:
+    sizes = {
+        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 65536,
+        "rope_theta": 1e6,
+    }  # fmt: skip
+    scale = {"original_max_position_embeddings": 8192, "beta": 0.2}
+    config = LlamaConfig.from_dict({"model_type": "ministral3", **sizes, "llama_4_scaling": scale})
+    assert config.query_scale == QueryScale(0.2, 8192)
