@@ -402,3 +402,14 @@ def test_llama_with_experts_may_be_int8() -> None:
 def test_config_rejects_inconsistent_experts(switches, message) -> None:
     with pytest.raises(ValueError, match=message):
         switched(**switches)
+
+
+def test_weights_of_sigmoid_scores_are_divided_by_their_sum_and_epsilon() -> None:
+    """Without a correction bias. The formula in float64 has the two largest scores of a token."""
+    logits = np.random.default_rng(0).normal(size=(5, 7))
+    top = np.sort(1 / (1 + np.exp(-logits)), axis=1)[:, :-3:-1]
+    routes = mlp.route(
+        jnp.asarray(logits, jnp.float32), 2, Router("sigmoid", epsilon=0.1), renormalise=True
+    )
+    want = top / (top.sum(axis=1, keepdims=True) + 0.1)
+    np.testing.assert_allclose(routes.weights, want, rtol=1e-6)
