@@ -423,7 +423,7 @@ SURVIVORS = (
         "the factor of queries is not read from older files",
         "models",
         "paged_jax.models.rope_json:_read_query_scale",
-        'given.get("llama_4_scaling_beta", given.get("beta"))',
+        'given.get("beta", given.get("llama_4_scaling_beta"))',
         'given.get("llama_4_scaling_beta")',
         *_QUERIES,
     ),
