@@ -4,31 +4,18 @@ from tests.mutants.mutant import mutant
 
 # Tests that read answers in pieces, tests of the server's APIs, of readers and of the cache.
 _READERS = (
+    "tests/server/test_every_cut.py",
     "tests/models/test_tools.py",
     "tests/models/test_reasoning.py",
-    "tests/server/test_all_formats.py",
 )
-_APIS = (
-    "tests/server/test_anthropic_answers.py",
-    "tests/server/test_response_answers.py",
-    "tests/server/test_chat_answers.py",
-    "tests/server/test_all_formats.py",
-)
-_KEYS = ("tests/server/test_security.py", "tests/server/test_app.py")
-_MATRICES = ("tests/models/test_quantised_readers.py",)
-_WINDOWS = ("tests/cache/test_tables.py", "tests/cache/test_reserve.py")
-_GROUPS = (
-    "tests/cache/test_prefix.py",
-    "tests/cache/test_groups.py",
-    "tests/cache/test_histories.py",
-)
-_QUERIES = (
-    "tests/models/test_rope.py",
-    "tests/models/test_layer.py",
-    "tests/models/test_config.py",
-)
-_PLANS = ("tests/engine/test_memory_plan.py", "tests/test_plan_groups.py", "tests/test_plan.py")
-_TPU = ("tests/kernels/test_mosaic_tpu.py",)
+_APIS = ("tests/server/test_adapter_rules.py",)
+_KEYS = ("tests/server/test_keys_and_hosts.py",)
+_MATRICES = ("tests/models/test_rows_in_parts.py", "tests/models/test_quantised_readers.py")
+_WINDOWS = ("tests/cache/test_window_edges.py",)
+_GROUPS = ("tests/cache/test_two_groups.py",)
+_FORWARD = "tests/models/test_families.py::test_forward_matches_transformers"
+_PLANS = ("tests/engine/test_memory_plan.py",)
+_RACES = ("tests/kernels/test_tpu_races.py::test_kernels_have_no_races",)
 
 _TOOLS = "paged_jax.models.text.tool_reader"
 _REASONING = "paged_jax.models.text.reasoning"
@@ -242,8 +229,8 @@ SURVIVORS = (
         "a request without a host is allowed",
         "server/security",
         "paged_jax.server.security:Security._check_host",
-        "name not in allowed",
-        "name is not None and name not in allowed",
+        'found is None or (found["address"] or found["name"]) not in allowed',
+        'found is not None and (found["address"] or found["name"]) not in allowed',
         *_KEYS,
     ),
     # Weights that are read in parts
@@ -322,11 +309,11 @@ SURVIVORS = (
         *_PLANS,
     ),
     mutant(
-        "a step holds the states of the smallest layer",
+        "a step holds one copy of the states of the largest layer",
         "plan",
         "paged_jax.engine.footprint:footprint",
-        "max(states, default=0)",
-        "min(states, default=0)",
+        "_STATE_COPIES * sizes.num_slots * max(states, default=0)",
+        "sizes.num_slots * max(states, default=0)",
         *_PLANS,
     ),
     # The cache
@@ -392,7 +379,7 @@ SURVIVORS = (
         "paged_jax.cache.blocks.state_tables:plan_marks",
         "tables.pool.num_free - (P - tables.num_slots) // 2",
         "tables.pool.num_free",
-        "tests/cache/test_marks.py",
+        "tests/cache/test_marks.py::test_marks_leave_half_of_the_additional_entries_to_snapshots",
     ),
     # Models
     mutant(
@@ -401,7 +388,7 @@ SURVIVORS = (
         "paged_jax.models.llama:Llama._run_layers",
         "self._query_scale(0, positions)",
         "None",
-        *_QUERIES,
+        f"{_FORWARD}[ministral3]",
     ),
     mutant(
         "queries of separate layers have no factor",
@@ -409,7 +396,7 @@ SURVIVORS = (
         "paged_jax.models.llama:Llama._run_layers",
         "self._query_scale(index, positions)",
         "None",
-        *_QUERIES,
+        "tests/models/test_layer.py::test_forward_matches_the_formulas_in_float64",
     ),
     mutant(
         "the factor of queries grows at each position",
@@ -417,7 +404,7 @@ SURVIVORS = (
         "paged_jax.models.rope:QueryScale.factors",
         "jnp.maximum(positions + self.offset, 0) // self.length",
         "jnp.maximum(positions + self.offset, 0) / self.length",
-        *_QUERIES,
+        "tests/models/test_rope.py",
     ),
     mutant(
         "the factor of queries is not read from older files",
@@ -425,7 +412,7 @@ SURVIVORS = (
         "paged_jax.models.rope_json:_read_query_scale",
         'given.get("beta", given.get("llama_4_scaling_beta"))',
         'given.get("llama_4_scaling_beta")',
-        *_QUERIES,
+        "tests/models/test_config.py",
     ),
     mutant(
         "phi-3 drops the space after every special token",
@@ -442,7 +429,7 @@ SURVIVORS = (
         "paged_jax.kernels.mosaic_tpu.kernel:attention_kernel",
         "copy_tile(tile, slot, _wait)",
         "pass",
-        *_TPU,
+        *_RACES,
     ),
     mutant(
         "the next tile of keys overwrites the tile that is read",
@@ -450,7 +437,7 @@ SURVIVORS = (
         "paged_jax.kernels.mosaic_tpu.kernel:attention_kernel",
         "copy_tile(next_tile, 1 - slot, _start)",
         "copy_tile(next_tile, slot, _start)",
-        *_TPU,
+        *_RACES,
     ),
     mutant(
         "a state is overwritten while it is copied to the pool",
@@ -458,7 +445,7 @@ SURVIVORS = (
         "paged_jax.kernels.mosaic_tpu.recurrent:_kernel",
         "wait_for(grid_step - 2, slot)",
         "pass",
-        *_TPU,
+        *_RACES,
     ),
     mutant(
         "the kernel ends before a state is in the pool",
@@ -466,6 +453,6 @@ SURVIVORS = (
         "paged_jax.kernels.mosaic_tpu.recurrent:_kernel",
         "wait_for(grid_step - 1, 1 - slot)",
         "pass",
-        *_TPU,
+        *_RACES,
     ),
 )
