@@ -30,7 +30,7 @@ AOT_TESTS ?= tests/kernels/test_aot_gpu.py tests/kernels/test_aot_other_gpus.py 
 # Additional options of pytest for `aot`, such as -m "not slow": all kernels, in fewer sizes.
 AOT_OPTIONS ?=
 
-.PHONY: demo demo-chat test core test-all quick lock lint docs pictures aot bench gpu gpu-list clean
+.PHONY: demo demo-chat test core test-all mutants quick lock lint docs pictures aot bench gpu gpu-list clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m paged_jax.generate --prompt "It is a truth universally acknowledged" --max-tokens 100
@@ -57,6 +57,13 @@ core: $(VENV)/.test
 
 test-all: $(VENV)/.full lint
 	@$(call run_tests,$(FULL))
+
+# Apply single defects to the package, and run the tests that must find them; MUTANTS="--part cache"
+# chooses some.
+MUTANTS ?=
+
+mutants: $(VENV)/.test
+	$(BIN)/python -m tests.mutants --json mutants.json $(MUTANTS)
 
 # Arguments of pytest for `quick`, such as TESTS="tests/sampling -k top_k"; all tests by default.
 TESTS ?=
