@@ -371,20 +371,25 @@ PROCESSORS = {
     ("processor", "code", "dtype"),
     [
         ("x86-64", "packed4", F32),
-        ("x86-64", "float8_e4m3fn", F32),
-        ("haswell", "packed4", F32),
-        ("x86-64", "packed5", F32),
-        ("haswell", "packed5", F32),
-        ("haswell", "int8", BF16),
-        ("skylake-avx512", "packed4", BF16),
-        ("skylake-avx512", "packed5", BF16),
-        ("skylake-avx512", "float8_e4m3fn", F32),
-        ("cooperlake", "int8", BF16),
-        ("cascadelake", "int8", S8),
-        ("cascadelake", "packed4", S8),
-        ("cascadelake", "packed5", S8),
-        ("haswell", None, BF16),
-        ("cascadelake", None, BF16),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                ("x86-64", "float8_e4m3fn", F32),
+                ("haswell", "packed4", F32),
+                ("x86-64", "packed5", F32),
+                ("haswell", "packed5", F32),
+                ("haswell", "int8", BF16),
+                ("skylake-avx512", "packed4", BF16),
+                ("skylake-avx512", "packed5", BF16),
+                ("skylake-avx512", "float8_e4m3fn", F32),
+                ("cooperlake", "int8", BF16),
+                ("cascadelake", "int8", S8),
+                ("cascadelake", "packed4", S8),
+                ("cascadelake", "packed5", S8),
+                ("haswell", None, BF16),
+                ("cascadelake", None, BF16),
+            )
+        ),
     ],
 )
 def test_kernels_for_processors_with_fewer_instructions(
@@ -465,12 +470,12 @@ int main() {
     ("code", "dtype"),
     [
         ("packed4", BF16),
-        ("packed5", BF16),
-        ("int8", BF16),
-        ("float8_e4m3fn", F32),
-        pytest.param("packed4", S8, marks=needs_vnni),
-        pytest.param("packed5", S8, marks=needs_vnni),
-        pytest.param("int8", S8, marks=needs_vnni),
+        pytest.param("packed5", BF16, marks=pytest.mark.slow),
+        pytest.param("int8", BF16, marks=pytest.mark.slow),
+        pytest.param("float8_e4m3fn", F32, marks=pytest.mark.slow),
+        pytest.param("packed4", S8, marks=[needs_vnni, pytest.mark.slow]),
+        pytest.param("packed5", S8, marks=[needs_vnni, pytest.mark.slow]),
+        pytest.param("int8", S8, marks=[needs_vnni, pytest.mark.slow]),
     ],
     ids=str,
 )
