@@ -424,6 +424,7 @@ def test_the_first_cases_answer_every_goal(is_full) -> None:
     assert "not measured" not in answers(*records)
 
 
+@pytest.mark.peers
 def test_plot_draws_a_report(tmp_path) -> None:
     report = {
         "results": [record(580, 700), record(300, pool_dtype="int8"), record(9, is_ragged=True)],

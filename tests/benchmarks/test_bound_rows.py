@@ -16,6 +16,7 @@ CASES = dict(
 )
 
 
+@pytest.mark.slow
 def test_measure_counts_the_tokens_of_both_kinds(monkeypatch) -> None:
     monkeypatch.setattr(bound_rows, "_NUM_WARM_STEPS", 4)
     engine = Engine(**{**SIZES, "num_blocks": 60})

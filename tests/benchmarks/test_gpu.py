@@ -37,7 +37,16 @@ PARSERS = {
 
 
 @pytest.mark.parametrize("is_quick", [False, True])
-@pytest.mark.parametrize("name", [*STAGES, "peer"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            pytest.param(name, marks=pytest.mark.peers if name == "pictures" else ())
+            for name in STAGES
+        ),
+        "peer",
+    ],
+)
 def test_commands_are_understood_by_what_they_start(name, is_quick, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(stages.shutil, "which", lambda program: f"/bin/{program}")
     for file in ("decode-attention-gpu.json", "step-gpu.json", "backends-mosaic.json"):
@@ -185,6 +194,7 @@ def test_hazardous_variants_run_last_and_alone() -> None:
     assert list(STAGES)[-2:] == ["loops", "pictures"]  # pictures need no GPU
 
 
+@pytest.mark.peers
 def test_without_matplotlib_pictures_are_left_to_others(tmp_path, monkeypatch) -> None:
     (tmp_path / "step-gpu.json").write_text("{}")
     assert STAGES["pictures"].commands(tmp_path, False)

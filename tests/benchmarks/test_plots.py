@@ -25,6 +25,10 @@ def draw_copy(tmp_path: Path, name: str, **changes: Any) -> Path | None:
     return plots.draw(figures.plotter(), file, tmp_path)
 
 
+# They draw with matplotlib.
+pytestmark = pytest.mark.peers
+
+
 @pytest.mark.parametrize("start", plots.DRAWN_BY)
 def test_draw_writes_a_picture_of_committed_results(start: str, tmp_path: Path) -> None:
     files = sorted(plots.RESULTS.glob(f"{start}*.json"))

@@ -113,6 +113,7 @@ def test_mixes_read_recorded_traces(data_dir) -> None:
     assert all(0 < call.lengths.max() <= call.capacity for call in calls.values())
 
 
+@pytest.mark.peers
 def test_run_says_what_is_met_and_draws_it(tmp_path, monkeypatch, capsys) -> None:
     few = {"even": Call(np.full(8, 512), 512), "skewed": Call(np.array([8192] + [64] * 7), 8192)}
     monkeypatch.setattr(mixes, "made_up", lambda: few)

@@ -214,6 +214,7 @@ def test_run_ends_in_time_and_keeps_what_fails(monkeypatch) -> None:
     assert json.loads(json.dumps(saved[-1])) == found
 
 
+@pytest.mark.peers
 def test_plot_draws_a_report(tmp_path) -> None:
     varied = run.make_record(Case("8B"), RATES, {ENGINE: 0.004, "bare step": 0.003}, 64, "gpu")
     found = {

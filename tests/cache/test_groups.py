@@ -215,6 +215,7 @@ def test_publish_replaces_blocks_that_groups_with_windows_have_evicted():
     assert machine.blocks.first.blocks[2] == machine.blocks.first.blocks[1]
 
 
+@pytest.mark.slow
 def test_histories_like_an_engine_match_the_model():
     num_found, num_lost, num_refused = run_engine(GroupsMachine(), 0, 150)
     assert num_found > 20 and num_lost > 100 and num_refused > 5

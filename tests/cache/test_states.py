@@ -273,6 +273,7 @@ def run_engine(machine: StatesMachine, num_steps: int) -> dict[str, int]:
     return machine.counts
 
 
+@pytest.mark.slow
 def test_histories_like_an_engine_match_the_model():
     counts = run_engine(StatesMachine(), 150)
     assert counts.pop("refused") and min(counts.values()) > 10, counts

@@ -59,7 +59,7 @@ MIXTURES = {
         "preemption": "swap",
     },
 }
-CORE = ("gguf-q4_0", "gptq-v1-actorder")
+CORE = ("gguf-q4_0",)
 SIZES = {"block_size": 4, "num_blocks": 22, "max_num_seqs": 4, "max_chunk": 16, "max_model_len": 64}
 # The first prompts share their beginning, and the last repeats itself, so that drafts are accepted.
 PROMPTS = [[5, *range(9, 26)], [5, *range(9, 19), 7, 8], [3, 4] * 6, [77, 1, 30]]
@@ -314,6 +314,7 @@ def test_tokens_on_two_devices_match_one_device() -> None:
     run_on_devices(_ON_TWO_DEVICES, not needs_vnni.args[0], num_devices=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["gptq-v1-actorder", slow("gguf-q4_0"), slow("gguf-k-quants"), slow("ct-fp8-block")],

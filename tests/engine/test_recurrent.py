@@ -94,6 +94,7 @@ def expected(jobs) -> dict[str, list[int]]:
     return tokens
 
 
+@pytest.mark.slow
 def test_rejected_drafts_leave_no_trace_in_states(jobs, expected, monkeypatch) -> None:
     # Draft some of the next tokens, and then a wrong one.
     draft_known_tokens(monkeypatch, expected, lambda count: count % 4, has_wrong=True)
@@ -136,7 +137,13 @@ VARIANTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("cached", "recomputed") else pytest.mark.slow)
+        for name in VARIANTS
+    ],
+)
 def test_engine_matches_the_plain_model(jobs, expected, monkeypatch, name) -> None:
     options, happens = VARIANTS[name]
     if name == "cached":

@@ -85,7 +85,14 @@ def loss(model: Llama, tokens: jax.Array) -> jax.Array:
     return -jnp.mean(jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1))
 
 
-@pytest.mark.parametrize("name", MIXERS)
+# The others take longer to compile.
+IN_CORE = ("mamba", "hybrid")
+SOME_SLOW = [
+    pytest.param(name, marks=[] if name in IN_CORE else pytest.mark.slow) for name in MIXERS
+]
+
+
+@pytest.mark.parametrize("name", SOME_SLOW)
 def test_gradients_predict_the_change_of_the_loss(name) -> None:
     """Also checks that no parameter of a recurrent layer is unused."""
     model, tokens = make_model(name), jnp.asarray(TOKENS)
@@ -117,6 +124,7 @@ def scored_loss(model: Llama, tokens: jax.Array) -> jax.Array:
     return -jnp.mean(jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXERS)
 def test_gradients_of_scoring_equal_those_of_the_plain_forward(name) -> None:
     model, tokens = make_model(name), jnp.asarray(TOKENS)
@@ -176,6 +184,7 @@ def test_decay_stays_float32_in_models_of_16_bits() -> None:
     }
 
 
+@pytest.mark.slow
 def test_layers_with_one_part_have_its_norm_only() -> None:
     config = dataclasses.replace(
         CONFIG,
