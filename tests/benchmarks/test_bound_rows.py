@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from benchmarks.serving import bound_rows
 from benchmarks.serving.bound_rows import Case, Speeds, lines, main, measure
 from paged_jax import Engine
