@@ -194,6 +194,7 @@ ACTIONS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(st.sampled_from([S, NUM_ENTRIES]), st.lists(ACTIONS, min_size=4, max_size=14))
 def test_states_and_marks_hold_the_tokens_of_their_slots(num_entries, actions) -> None:

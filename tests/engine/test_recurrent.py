@@ -320,7 +320,7 @@ def test_beam_search_and_prompt_logprobs_match_the_plain_model() -> None:
     np.testing.assert_allclose(scores, token_logprobs(make_model(), prompt), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["decode", "verify"])
+@pytest.mark.parametrize("name", ["decode", pytest.param("verify", marks=pytest.mark.slow)])
 def test_step_updates_the_states_in_place(name) -> None:
     model, slots = make_model(), np.arange(4, dtype=np.int32)
 

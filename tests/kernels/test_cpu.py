@@ -417,6 +417,7 @@ for got, want in zip(batch.decode(q, backend="cpu"), batch.expected_decode(q)):
 """
 
 
+@pytest.mark.slow
 def test_kernels_on_one_core_and_on_several_devices(monkeypatch, tmp_path) -> None:
     """XLA replaces the kernel in programs that it partitions. The second run uses JAX's cache."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))

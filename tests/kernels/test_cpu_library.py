@@ -364,7 +364,14 @@ def test_load_needs_a_temporary_folder_only_to_compile(fresh, monkeypatch) -> No
     assert why_not == "there is no folder to compile in: make /tmp writable, or set TMPDIR"
 
 
-@pytest.mark.parametrize("noexec", ["temporary folder", "cache folder", "both"])
+@pytest.mark.parametrize(
+    "noexec",
+    [
+        pytest.param("temporary folder", marks=pytest.mark.slow),
+        pytest.param("cache folder", marks=pytest.mark.slow),
+        "both",
+    ],
+)
 def test_load_works_if_one_folder_forbids_execution(
     fresh, unregistered, monkeypatch, caplog, noexec
 ) -> None:
@@ -439,6 +446,7 @@ def test_the_end_of_a_process_waits_only_for_running_compilers() -> None:
     assert run_on_devices(program, num_devices=1) in ("", "0\n")
 
 
+@pytest.mark.slow
 def test_engines_compile_the_kernels_that_they_need_in_the_background() -> None:
     program = """
         from paged_jax import LLM, SamplingParams

@@ -87,7 +87,7 @@ def gradient(function):
 
 
 @pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("backend", ["xla", None])
+@pytest.mark.parametrize("backend", [pytest.param("xla", marks=pytest.mark.slow), None])
 def test_ops_pass_index_checks(name, backend) -> None:
     function, x = OPS[name]
     check(partial(function, backend=backend), x)
@@ -98,7 +98,7 @@ def test_paged_write_of_scales_passes_index_checks() -> None:
     check(quantised_write, NEW)
 
 
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("window", [None, pytest.param(5, marks=pytest.mark.slow)])
 def test_cache_functions_pass_index_checks(window) -> None:
     def use_all() -> tuple:
         cache = paged.PagedCache.create(

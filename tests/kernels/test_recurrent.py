@@ -181,7 +181,13 @@ def loss(inputs, state, *, by_step: bool) -> jax.Array:
     return jnp.asarray(total)
 
 
-@pytest.mark.parametrize("by_element", [False, True], ids=["head", "element"])
+@pytest.mark.parametrize(
+    "by_element",
+    [
+        pytest.param(False, id="head"),
+        pytest.param(True, id="element", marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_of_tiles_equal_gradients_of_steps(by_element) -> None:
     *inputs, state = delta_inputs("usual", by_element=by_element)
     inputs = [x[:1, :20] for x in inputs]

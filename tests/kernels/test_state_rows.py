@@ -108,10 +108,25 @@ def check(
 # Sizes of Qwen3.5, of OLMo Hybrid, and sizes that fill no vector and no tile. The kernel for TPUs
 # leaves states with less than 128 lanes to XLA, unless they are padded.
 @pytest.mark.parametrize(
-    "D, U, is_padded",
-    [(128, 128, False), (96, 192, False), (24, 43, False), (96, 192, True), (27, 43, True)],
+    "D, U, is_padded, by_element",
+    [
+        (128, 128, False, False),
+        (27, 43, True, True),
+        (24, 43, False, True),
+        *(
+            pytest.param(*sizes, marks=pytest.mark.slow)
+            for sizes in (
+                (128, 128, False, True),
+                (96, 192, False, False),
+                (96, 192, False, True),
+                (24, 43, False, False),
+                (96, 192, True, False),
+                (96, 192, True, True),
+                (27, 43, True, False),
+            )
+        ),
+    ],
 )
-@pytest.mark.parametrize("by_element", [False, True], ids=["head", "element"])
 def test_delta_step_equals_the_recurrence(backend, D, U, is_padded, by_element) -> None:
     q, k, v, log_decay, beta = random(
         0, (B, K, D), (B, K, D), (B, K, G, U), (B, K, G, D)[: 4 if by_element else 3], (B, K, G)

@@ -243,8 +243,15 @@ def test_xla_reads_interleaved_weights(name) -> None:
     jax.tree.map(np.testing.assert_array_equal, run(x, interleaved), run(x, in_order))
 
 
-@pytest.mark.parametrize("is_interleaved", [False, True])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "is_interleaved"),
+    [
+        pytest.param(name, is_interleaved, marks=pytest.mark.slow if is_slow else ())
+        for name in FORMATS
+        for is_interleaved in (False, True)
+        for is_slow in [is_interleaved and name != "q4_1"]
+    ],
+)
 def test_look_up_dequantises_only_the_rows_that_it_finds(name, is_interleaved) -> None:
     rng = np.random.default_rng(0)
     format = FORMATS[name]
