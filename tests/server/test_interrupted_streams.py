@@ -58,7 +58,10 @@ def read_events(server: LiveServer, path: str, body: dict, most: float) -> int:
     return count
 
 
-@pytest.mark.parametrize("kind", BODIES)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow if i else ()) for i, kind in enumerate(BODIES)],
+)
 def test_blocks_come_home_within_a_step_after_any_event(server, kind) -> None:
     path, body = BODIES[kind][0], {**BODIES[kind][1], **COMMON}
     num_events = read_events(server, path, body, float("inf"))
