@@ -38,6 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         if item.path.name.startswith("test_aot_") and item.path.name != "test_aot_store.py":
             item.add_marker("aot")
+            # The first test of a file compiles the programs of all, within the limit of the stage.
+            item.add_marker(pytest.mark.timeout(0))
         if item.path.name in _FILES:
             params = getattr(item, "callspec", None)
             names = params.params.values() if params else ()
