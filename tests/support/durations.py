@@ -132,6 +132,7 @@ def read_json(path: Path) -> dict[str, Cost]:
 
 def _add_to_json(path: Path, costs: Mapping[str, Cost]) -> None:
     """Add the costs of a run to a record of other runs, each of a part of the tests."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     total = read_json(path) if path.exists() else {}
     for file, cost in costs.items():
         total[file] = total.get(file, Cost()) + cost
