@@ -97,6 +97,7 @@ def test_everything_that_determines_a_result_is_in_the_digest(
     source.write_text('"""Other text."""\n\n# Why.\nx = 1\n')
     for name in ("MOSAIC_GPU_RUNTIME_LIB_PATH", "HOME"):
         monkeypatch.setitem(aot_store.ENVIRONMENT, name, str(tmp_path))
+    monkeypatch.setattr("jax._src.lib.cuda_path", str(tmp_path))
     store = open_store(path, sources=[source])
     assert store.compile("first", program(), must_not_compile)
     match changed:

@@ -237,9 +237,12 @@ def text_of(module: Any) -> str:
 
 
 def _options(options: Any) -> str:
-    """Return all options of a compilation as text, except the folder for dumps."""
+    """Return all options of a compilation as text, except the folders of this machine."""
     options = copy.deepcopy(options)
-    options.executable_build_options.debug_options.xla_dump_to = ""
+    debug_options = options.executable_build_options.debug_options
+    debug_options.xla_dump_to = ""
+    # The versions of the packages there are part of the digest.
+    debug_options.xla_gpu_cuda_data_dir = ""
     return options.SerializeAsString().hex()
 
 
