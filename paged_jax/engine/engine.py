@@ -290,6 +290,10 @@ class Engine:
         deleted, so their replacement needs additional memory. The prefix cache is emptied.
         Unfinished requests keep their tokens, and their K and V are computed again.
 
+        An interruption (Ctrl-C) leaves the old or the new weights. If it comes after the deletion
+        of the old arrays and before the new ones are in place, the engine sleeps without weights,
+        as after ``sleep(2)``.
+
         Args:
           params: without `mapping`, a `Llama` with the structure and shapes of the engine's model,
             its ``nnx.state``, or a list of the leaves of that state in order. With `mapping`, the

@@ -481,9 +481,9 @@ class Sleep:
             return
         if not self.has_weights:
             raise RuntimeError(
-                "Engine.wake_up: the engine must have weights, but sleep(level=2) discarded them, "
-                "or tags do not include 'weights'. Call update_params first (after level 2), or "
-                "wake_up() without tags (after level 1)."
+                "Engine.wake_up: the engine must have weights, but sleep(level=2) or an "
+                "interrupted update_params discarded them, or tags do not include 'weights'. Call "
+                "update_params first (after level 2), or wake_up() without tags (after level 1)."
             )
         self._executor.is_asleep = False
         self.level = 0

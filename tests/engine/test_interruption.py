@@ -151,7 +151,10 @@ def test_abort_interrupted_at_any_line_ends_all_or_nothing(engine, expected, str
 def test_update_params_interrupted_at_any_line_mixes_no_weights(
     tiny_model, stride, is_idle
 ) -> None:
-    """After the interruption, all tokens must come from the weights that the engine then has."""
+    """After the interruption, all tokens must come from the weights that the engine then has.
+
+    It has none if the line is between the deletion of the old weights and the storing of the new.
+    """
     engine = Engine(tiny_model, **SIZES, steps_per_dispatch=2)
     weights = [engine.model, Llama(engine.config, rngs=nnx.Rngs(5))]
     probes = [np.asarray(model.embed_tokens[...])[0] for model in weights]
@@ -165,6 +168,10 @@ def test_update_params_interrupted_at_any_line_mixes_no_weights(
         with interrupter.armed():
             if is_updated:
                 engine.update_params(weights[1])
+        if engine.is_sleeping:
+            assert interrupter.has_struck and not engine.weights
+            engine.update_params(weights[1])
+            engine.wake_up()
         if is_idle:  # its blocks are in the prefix cache, computed with the earlier weights
             engine.add_request(FIRST, params, request_id="first")
         now = np.asarray(engine.model.embed_tokens[...])[0]

@@ -38,6 +38,9 @@ from paged_jax.kernels.backend import (
 from paged_jax.kernels.cpu import library
 from paged_jax.kernels.cpu.kernels import (
     ELEMENTS,
+    FLOATS,
+    STATE_DTYPES,
+    FloatOp,
     Kernel,
     attention_attributes,
     kernel_code,
@@ -59,7 +62,6 @@ _MAX_VALUE_DIM = 512
 _MAX_KEY_DIM = 1024
 
 _INT8 = jnp.dtype(jnp.int8)
-_FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 # The group size of 4-bit values must be a multiple of this number of inputs, because the
 # kernels process two pairs of inputs at a time (`source/codes.h`).
@@ -196,7 +198,7 @@ def _has_kernel_for(num_rows: int, w: Weight) -> bool:
         return False
     if w.scales is not None:
         return _quantised_refusal(w) is None
-    return dtype in _FLOATS
+    return dtype in FLOATS
 
 
 def _quantised_refusal(w: Weight) -> str | None:
@@ -377,10 +379,17 @@ def _zeros(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     return call(kernel, (), plain, ())[0] if kernel.dtype in ELEMENTS else plain()
 
 
+def _state_op(step: StateStep) -> FloatOp:
+    """Return the op of the kernel for a step of recurrent layers."""
+    if isinstance(step, ConvolutionStep):
+        return "convolution_step"
+    return "delta_step" if isinstance(step, DeltaStep) else "state_space_step"
+
+
 def _state_refusal(step: StateStep) -> str | None:
     """Return why the kernels do not support a step of recurrent layers, or None if they do."""
     dtype = step.rows.pool.dtype
-    if dtype not in (_FLOATS if isinstance(step, ConvolutionStep) else (jnp.float32,)):
+    if dtype not in STATE_DTYPES[_state_op(step)]:
         return f"states must be float32, or any float dtype for convolutions, got {dtype}"
     if step.rows.pool.shape[2:] != state_shape(step):
         return "states must not be padded"
@@ -393,16 +402,16 @@ def _advance_rows(step: StateStep) -> tuple[jax.Array, jax.Array]:
     """Run a step of recurrent layers by `source/*_step.cc`, which updates the pool in place."""
     rows, pool = step.rows, step.rows.pool
     if isinstance(step, ConvolutionStep):
-        op, F = "convolution_step", step.x.shape[1]
+        F = step.x.shape[1]
         bias = jnp.zeros(F, jnp.float32) if step.bias is None else step.bias
         filters = step.weight.astype(jnp.float32).T
         x = step.x.astype(pool.dtype)
         arrays: Arrays = (x, filters, bias.astype(jnp.float32), step.num_tokens)
     else:
         arrays = step[1:]
-        op = "delta_step" if isinstance(step, DeltaStep) else "state_space_step"
     operands = (pool, jnp.asarray(rows.layer, jnp.int32), rows.sources, rows.entries, *arrays)
-    pool, out = call(Kernel(op, pool.dtype), operands, _plain_step, (step,), is_in_place=True)
+    kernel = Kernel(_state_op(step), pool.dtype)
+    pool, out = call(kernel, operands, _plain_step, (step,), is_in_place=True)
     return out, pool
 
 

@@ -38,6 +38,16 @@ FloatOp = Literal[
     "delta_step", "state_space_step", "convolution_step",
 ]  # fmt: skip
 QuantisedOp = Literal["quantised_linear"]
+
+# Float dtypes of weights and states.
+FLOATS = tuple(dtype for dtype in ELEMENTS if dtype.itemsize > 1)
+# Dtypes of the states that the kernels of recurrent layers advance. The kernels of other float ops
+# exist for all of `ELEMENTS`.
+STATE_DTYPES: dict[str, tuple[Any, ...]] = {
+    "delta_step": (jnp.dtype(jnp.float32),),
+    "state_space_step": (jnp.dtype(jnp.float32),),
+    "convolution_step": FLOATS,
+}
 KernelOp = FloatOp | QuantisedOp
 
 

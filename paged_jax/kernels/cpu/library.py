@@ -56,6 +56,7 @@ from paged_jax.kernels.cpu.kernels import (
     ELEMENTS,
     INT8_INPUT_CODES,
     SELF_TESTS,
+    STATE_DTYPES,
     FloatOp,
     Kernel,
     QuantisedOp,
@@ -159,21 +160,12 @@ def load_called(program: bytes) -> str | None:
     return next(missing, None)
 
 
-# Dtypes of the states of recurrent layers that kernels advance. Others have all of `ELEMENTS`.
-_FLOATS = tuple(dtype for dtype in ELEMENTS if dtype.itemsize > 1)
-_STATE_DTYPES: dict[str, tuple[jnp.dtype, ...]] = {
-    "delta_step": (jnp.dtype(jnp.float32),),
-    "state_space_step": (jnp.dtype(jnp.float32),),
-    "convolution_step": _FLOATS,
-}
-
-
 def all_kernels() -> list[Kernel]:
     """Return all kernels, also those for which this processor lacks instructions."""
     kernels = [
         Kernel(op, dtype)
         for op in get_args(FloatOp)
-        for dtype in _STATE_DTYPES.get(op, tuple(ELEMENTS))
+        for dtype in STATE_DTYPES.get(op, tuple(ELEMENTS))
     ]
     return kernels + [
         Kernel(op, jnp.dtype(dtype), code)
