@@ -6,6 +6,7 @@ and computes the K and V of the tokens again.
 """
 
 import contextlib
+import inspect
 import itertools
 import time
 import weakref
@@ -241,9 +242,13 @@ class ChangeGuard:
     @property
     def _is_changing(self) -> bool:
         # Inspect the generator of the change instead of a flag, because an interrupt could leave
-        # the flag set.
+        # the flag set. If it comes before the start, the traceback keeps a generator that never
+        # starts.
         latest = self._latest()
-        return latest is not None and latest.gi_frame is not None
+        return latest is not None and inspect.getgeneratorstate(latest) in (
+            inspect.GEN_RUNNING,
+            inspect.GEN_SUSPENDED,
+        )
 
     def change(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager inside which the caller may change the state.
