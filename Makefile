@@ -98,7 +98,7 @@ pictures: $(VENV)/.full
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.plots
 
 aot: $(AOT_VENV)/.aot
-	JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m pytest -n 2 --dist loadfile $(AOT_OPTIONS) $(AOT_TESTS)
+	JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m pytest -n 2 --dist loadfile -o faulthandler_timeout=0 $(AOT_OPTIONS) $(AOT_TESTS)
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.allocator
