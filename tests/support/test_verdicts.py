@@ -2,11 +2,14 @@
 
 import pytest
 
+from tests.support import ROOT
+
 OPTIONS = ("-p", "tests.support.verdicts", "-p", "no:cacheprovider")
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_skips_fail_unless_their_reason_is_allowed(pytester, processes) -> None:
+def test_skips_fail_unless_their_reason_is_allowed(pytester, monkeypatch, processes) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     pytester.makepyfile(
         test_a="""
         import pytest
