@@ -1,6 +1,9 @@
 """Tests of `tests.support.aot_store`, with programs that the CPU's compiler compiles."""
 
+import contextlib
+import hashlib
 import importlib.util
+import io
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -10,6 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src.interpreters import mlir
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from jaxlib.mlir import ir
 
 from tests.support import aot_store
 from tests.support.aot_store import Difference, Store
@@ -244,7 +250,11 @@ def text_of_kernel(request, tmp_path) -> Callable[..., str]:
         # Not from a file with bytecode, which may be as new as the text.
         exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
         shape = jax.ShapeDtypeStruct((8, 128), jnp.float32)
-        return aot_store.text_of(lower(module.double, shape, platform=request.param).compiler_ir())
+        # jax 0.12 asks for a GPU.
+        gpu = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H100", 132, "gpu"))
+        with use_abstract_mesh(gpu) if request.param == "cuda" else contextlib.nullcontext():
+            lowered = lower(module.double, shape, platform=request.param)
+        return aot_store.text_of(lowered.compiler_ir())
 
     return lower_with
 
@@ -271,3 +281,32 @@ def test_stored_file_has_a_line_per_program_and_no_errors() -> None:
     assert [*programs] == sorted(programs) and programs
     for key, (digest, packed) in programs.items():
         assert len(digest) == 32 and "error" not in aot_store.unpack(packed), key
+
+
+def test_text_of_a_mosaic_gpu_kernel_has_no_path() -> None:
+    """Its module is stored as bytes with the paths of source files, and a digest of them."""
+
+    def text(path: str, value: int) -> str:
+        with mlir.make_ir_context():
+            kernel = ir.Module.parse(
+                f"module {{ func.func @f() -> i32 {{ %0 = arith.constant {value} : i32 loc(#a)\n"
+                f'return %0 : i32 }} }}\n#a = loc("{path}":1:1)'
+            )
+            file = io.BytesIO()
+            kernel.operation.write_bytecode(file)
+            assert path.encode() in file.getvalue()
+            program = ir.Module.parse(
+                "module { func.func @main() { "
+                '"stablehlo.custom_call"() {call_target_name = "mosaic"} : () -> () return } }'
+            )
+            [main] = program.body.operations
+            config = {
+                "kernel_hash": ir.StringAttr.get(hashlib.sha256(file.getvalue()).digest()),
+                "module": ir.StringAttr.get(file.getvalue()),
+            }
+            call = main.body.blocks[0].operations[0]
+            call.attributes["mhlo.backend_config"] = ir.DictAttr.get(config)
+            return aot_store.text_of(program)
+
+    assert text("/here/kernel.py", 1) == text("/there/kernel.py", 1)
+    assert text("/here/kernel.py", 1) != text("/here/kernel.py", 2)

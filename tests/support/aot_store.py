@@ -232,8 +232,36 @@ def _watched(look_up: Callable[[list[str]], str]) -> Iterator[list[str]]:
 
 
 def text_of(module: Any) -> str:
-    """Return an MLIR module as text, with the names from which XLA makes names in its programs."""
-    return module.operation.get_asm(enable_debug_info=True)
+    """Return an MLIR module as text, with the names from which XLA makes names in its programs.
+
+    A kernel of Mosaic GPU is inside as bytes, which contain the paths of source files. The text of
+    the kernel, without them, replaces the bytes and their digest.
+    """
+    kernels: list[str] = []
+
+    def find_kernel(op: Any) -> Any:
+        if "mhlo.backend_config" in op.attributes:
+            config = op.attributes["mhlo.backend_config"]
+            if isinstance(config, ir.DictAttr) and "kernel_hash" in config:
+                kernels.append(_text_of_kernel(ir.StringAttr(config["module"]).value_bytes))
+        return ir.WalkResult.ADVANCE
+
+    from jaxlib.mlir import ir
+
+    module.operation.walk(find_kernel)
+    text = module.operation.get_asm(enable_debug_info=True)
+    text = re.sub('kernel_hash = "[^"]*", module = "[^"]*"', "", text)
+    return "\n".join((text, *kernels))
+
+
+def _text_of_kernel(kernel: bytes) -> str:
+    from jax._src.interpreters import mlir
+    from jaxlib.mlir import ir
+
+    context = mlir.make_ir_context()
+    context.allow_unregistered_dialects = True
+    with context:
+        return ir.Module.parse(kernel).operation.get_asm(enable_debug_info=False)
 
 
 def _options(options: Any) -> str:
