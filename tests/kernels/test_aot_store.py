@@ -79,6 +79,15 @@ def test_program_with_a_stored_result_is_not_compiled(path) -> None:
         assert store.counts == {"stored": 1}
 
 
+def test_order_of_kernels_is_no_part_of_a_result(path) -> None:
+    kernels = [{"name": "a", "registers": 9}, {"name": "b", "registers": 5}]
+    open_store(path, "update").compile("first", program(), lambda compiled: {"kernels": kernels})
+    again = open_store(path, "verify").compile(
+        "first", program(), lambda compiled: {"kernels": kernels[::-1]}
+    )
+    assert again == {"kernels": kernels}
+
+
 def test_default_mode_and_failed_programs_write_nothing(path) -> None:
     open_store(path).compile("first", program(), count_instructions)
     store = open_store(path, "update")
