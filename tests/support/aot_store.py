@@ -258,10 +258,12 @@ def text_of(module: Any) -> str:
 
 def _text_of_kernel(kernel: bytes) -> str:
     from jax._src.interpreters import mlir
+    from jax.experimental.mosaic.gpu import dialect
     from jaxlib.mlir import ir
 
     context = mlir.make_ir_context()
     context.allow_unregistered_dialects = True
+    dialect.register_dialect(context)
     with context:
         return ir.Module.parse(kernel).operation.get_asm(enable_debug_info=False)
 
