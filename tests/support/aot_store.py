@@ -239,6 +239,8 @@ def text_of(module: Any) -> str:
     A kernel of Mosaic GPU is inside as bytes, which contain the paths of source files. The text of
     the kernel, without them, replaces the bytes and their digest.
     """
+    from jaxlib.mlir import ir
+
     kernels: list[str] = []
 
     def find_kernel(op: Any) -> Any:
@@ -247,8 +249,6 @@ def text_of(module: Any) -> str:
             if isinstance(config, ir.DictAttr) and "kernel_hash" in config:
                 kernels.append(_text_of_kernel(ir.StringAttr(config["module"]).value_bytes))
         return ir.WalkResult.ADVANCE
-
-    from jaxlib.mlir import ir
 
     module.operation.walk(find_kernel)
     text = module.operation.get_asm(enable_debug_info=True)

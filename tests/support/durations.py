@@ -217,6 +217,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("tier", choices=BUDGETS)
     parser.add_argument("file", type=Path, help="written by --durations-json")
     args = parser.parse_args(arguments)
+    if not args.file.exists():
+        sys.exit(f"{args.file} does not exist, so no tests ran")
     costs, machine = read_json(args.file), measure_machine()
     print(f"{table(costs)}\n\nfixed work on this machine: {machine:.1f} CPU-seconds")
     if message := over_budget(args.tier, costs, machine):
