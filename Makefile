@@ -3,6 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
+# Container images often set this variable. Without stored bytecode, each process compiles the sources of
+# JAX and of the tests again, which takes 4 to 20 seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 # One test process per core, at most 8, because each takes about 2 GB. A process runs whole files,
 # because the tests of a file share engines, servers and traced programs. The most expensive files
 # run first (tests/support/durations.py), so that all processes end at about the same time.

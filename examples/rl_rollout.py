@@ -2,10 +2,14 @@
 
     python examples/rl_rollout.py        # starts with random weights, half a minute on a CPU
 
-Each step generates samples with an engine (`LLM.rollout`, with arrays as input and output),
-computes their rewards, and the advantage over other samples of the same prompt (GRPO: Shao et al.,
-2024, section 4.1). Then it makes a step of Adam and copies the new weights to the engine. The
+Each step generates samples with an engine (`LLM.rollout`), computes their rewards, and the
+advantage over other samples of the same prompt (GRPO: Shao et al., 2024, section 4.1). Then it
+makes some epochs of Adam with the clipped loss, and copies the new weights to the engine. The
 engine sleeps while the trainer runs.
+
+With exact numerics, `log_probs` computes the bits of the engine, so the ratio of probabilities is
+exactly 1 in the first epoch. No forward pass computes log-probabilities before the update: those of
+the engine are used.
 """
 
 import argparse
@@ -17,20 +21,19 @@ import numpy as np
 import optax
 from flax import nnx
 
-from paged_jax import LLM, Llama, LlamaConfig, SamplingParams
-from paged_jax.integrations.forwards import token_logprobs
+from paged_jax import LLM, Llama, LlamaConfig, Rollout, SamplingParams, log_probs
 
 # Token ids: 0 is padding, 1 begins a text, 2 ends it, and all others are letters. GOAL is rewarded.
 VOCAB_SIZE, BOS, EOS, FIRST_LETTER, GOAL = 32, 1, 2, 3, 7
 
 
 class Batch(NamedTuple):
-    """Input of the loss. Each row has a prompt and its completion, without padding between them."""
+    """Input of the loss: P prompts and B samples."""
 
-    token_ids: jax.Array  # i32 [B, T + N]
-    is_drawn: jax.Array  # bool [B, T + N - 1], whether the next token was generated
-    logprobs: jax.Array  # f32 [B, T + N - 1], log-probability of the next token in the engine
-    advantages: jax.Array  # f32 [B]
+    prompts: np.ndarray  # i32 [P, T]
+    num_tokens: np.ndarray  # i32 [P], number of tokens in each prompt
+    drawn: Rollout  # of B rows
+    advantages: np.ndarray  # f32 [B]
 
 
 def new_model(seed: int) -> Llama:
@@ -48,52 +51,40 @@ def new_model(seed: int) -> Llama:
     return Llama(config, rngs=nnx.Rngs(seed))
 
 
-def make_batch(
-    prompts: np.ndarray, num_tokens: np.ndarray, drawn: Any, rewards: np.ndarray
-) -> Batch:
-    """Append samples to their prompts, and compute their advantages.
-
-    Args:
-      prompts: i32 [P, T], the prompts that were passed to `LLM.rollout`.
-      num_tokens: i32 [P], the number of tokens in each prompt.
-      drawn: the result of `LLM.rollout`, with B rows.
-      rewards: f32 [B].
-    """
-    num_samples = len(drawn.num_tokens) // len(prompts)
-    rows = np.arange(len(drawn.num_tokens))[:, None]
-    starts = np.repeat(num_tokens, num_samples)[:, None]
-    places = starts + np.arange(drawn.token_ids.shape[1])[None]
-    is_token = places - starts < drawn.num_tokens[:, None]
-    width = prompts.shape[1] + drawn.token_ids.shape[1]
-    token_ids = np.zeros((len(rows), width), np.int32)
-    token_ids[:, : prompts.shape[1]] = np.repeat(prompts, num_samples, axis=0)
-    token_ids[rows, places] = drawn.token_ids
-    is_drawn, logprobs = np.zeros((len(rows), width - 1), bool), np.zeros((len(rows), width - 1))
-    is_drawn[rows, places - 1], logprobs[rows, places - 1] = is_token, drawn.logprobs
+def advantages_of(rewards: np.ndarray, num_samples: int) -> np.ndarray:
+    """Return the advantage of each sample over the other samples of its prompt, f32 [B]."""
     groups = rewards.reshape(-1, num_samples)
     advantages = (groups - groups.mean(1, keepdims=True)) / (groups.std(1, keepdims=True) + 1e-4)
-    arrays = token_ids, is_drawn, logprobs.astype(np.float32), advantages.astype(np.float32).ravel()
-    return Batch(*map(jnp.asarray, arrays))
+    return advantages.astype(np.float32).ravel()
 
 
 def loss_of(model: Llama, batch: Batch, clip: float = 0.2) -> tuple[jax.Array, jax.Array]:
-    """Return the clipped loss, and the largest difference of log-probabilities to the engine."""
-    logprobs = token_logprobs(model, batch.token_ids)
-    gap = jnp.max(jnp.where(batch.is_drawn, jnp.abs(logprobs - batch.logprobs), 0.0))
-    ratio = jnp.exp(logprobs - batch.logprobs)
-    advantages = batch.advantages[:, None]
-    gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - clip, 1 + clip) * advantages)
-    return -jnp.sum(jnp.where(batch.is_drawn, gain, 0.0)) / jnp.sum(batch.is_drawn), gap
+    """Return the clipped loss, and the ratio of each generated token, 1 in the padding."""
+    prompts, num_tokens, drawn, advantages = batch
+    logprobs = log_probs(model, prompts, num_tokens, drawn.token_ids, num_drawn=drawn.num_drawn)
+    ratio = jnp.exp(logprobs - drawn.logprobs)
+    gain = ratio * advantages[:, None]
+    gain = jnp.minimum(gain, jnp.clip(ratio, 1 - clip, 1 + clip) * advantages[:, None])
+    return -jnp.sum(jnp.where(drawn.mask, gain, 0.0)) / jnp.sum(drawn.mask), ratio
 
 
 def train(
     model: Llama, prompts: list[list[int]], goal: int, args: argparse.Namespace
 ) -> list[float]:
     """Train; return the mean reward of each step, which is the fraction of goal tokens."""
-    graphdef, params = nnx.split(model)
     optimizer = optax.adam(args.learning_rate)
+    engine = LLM(
+        model,
+        max_num_seqs=16,
+        num_blocks=256,
+        block_size=8,
+        max_chunk=32,
+        numerics="exact",
+        seed=args.seed,
+    )
+    # The model of the engine also computes exact log-probabilities in the loss.
+    graphdef, params = nnx.graphdef(engine.model), nnx.state(model)
     state = optimizer.init(params)
-    engine = LLM(model, max_num_seqs=16, num_blocks=256, block_size=8, max_chunk=32, seed=args.seed)
     sampling = SamplingParams(n=args.samples, max_tokens=args.max_tokens)
     num_tokens = np.array([len(row) for row in prompts], np.int32)
     padded = np.zeros((len(prompts), num_tokens.max()), np.int32)
@@ -105,22 +96,27 @@ def train(
         def loss(params: Any) -> tuple[jax.Array, jax.Array]:
             return loss_of(nnx.merge(graphdef, params), batch)
 
-        gradients, gap = jax.grad(loss, has_aux=True)(params)
+        gradients, ratio = jax.grad(loss, has_aux=True)(params)
         updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, gap
+        return optax.apply_updates(params, updates), state, ratio
 
     history = []
     for step in range(args.steps):
         drawn = engine.rollout(padded, num_tokens, sampling)
-        is_token = np.arange(args.max_tokens)[None] < drawn.num_tokens[:, None]
-        rewards = np.sum(is_token & (drawn.token_ids == goal), axis=1) / args.max_tokens
+        rewards = np.sum(drawn.mask & (drawn.token_ids == goal), axis=1) / args.max_tokens
         engine.sleep(level=2)  # frees the memory of its pool and weights for the trainer
-        batch = make_batch(padded, num_tokens, drawn, rewards.astype(np.float32))
-        params, state, gap = update(params, state, batch)
+        batch = Batch(padded, num_tokens, drawn, advantages_of(rewards, args.samples))
+        ranges = []
+        for _ in range(args.epochs):
+            params, state, ratio = update(params, state, batch)
+            ranges.append((float(ratio.min()), float(ratio.max())))
+        # Another ratio would mean that the engine has other weights than the trainer.
+        assert ranges[0] == (1.0, 1.0), ranges[0]
         engine.update_params(params)
         engine.wake_up()
         history.append(float(rewards.mean()))
-        print(f"step {step}: mean reward {history[-1]:.3f}, log-probabilities within {gap:.1e}")
+        ratios = ", ".join(f"{low:.4f} to {high:.4f}" for low, high in ranges)
+        print(f"step {step}: mean reward {history[-1]:.3f}, ratios of each epoch {ratios}")
     return history
 
 
@@ -128,6 +124,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     """Run the command line and return the mean rewards."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--epochs", type=int, default=2, help="number of updates per step")
     parser.add_argument("--samples", type=int, default=8, help="number of samples per prompt")
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=1e-2)

@@ -30,8 +30,8 @@ from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
 
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.llama import Llama
+from paged_jax.models.decoder import Llama
+from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading.huggingface import save_weights
 
 BOS, EOS = "<s>", "</s>"

@@ -25,11 +25,13 @@ from .kernels.writing import paged_rope_write as paged_rope_write
 from .kernels.writing import paged_write as paged_write
 from .kernels.writing import write_kv_pages as write_kv_pages
 from .llm import LLM as LLM
-from .models.config import LlamaConfig as LlamaConfig
+from .models.decoder import Decoder as Decoder
+from .models.decoder import Llama as Llama
 from .models.layer_attention import Heads as Heads
-from .models.llama import Llama as Llama
+from .models.llama_config import LlamaConfig as LlamaConfig
 from .models.paged_model import PagedModel as PagedModel
 from .models.text.tokenizer import Tokenizer as Tokenizer
+from .rollouts import JoinedSequences as JoinedSequences
 from .rollouts import Rollout as Rollout
 from .rollouts import rollout as rollout
 from .sampling.params import SamplingParams as SamplingParams
@@ -43,5 +45,8 @@ from .scheduler.outputs import PreemptionNote as PreemptionNote
 from .scheduler.outputs import RequestMetrics as RequestMetrics
 from .scheduler.outputs import RequestOutput as RequestOutput
 from .scheduler.outputs import Wait as Wait
+from .training import TokenScores as TokenScores
+from .training import log_probs as log_probs
+from .training import score_tokens as score_tokens
 
 __version__: str

@@ -49,7 +49,13 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(f"COMMAND must be one of {names}, got {command}")
     # Import only this command: other commands may need extras that are not installed, and each
     # import takes seconds.
-    return importlib.import_module(f"paged_jax.{command}").main(arguments)
+    try:
+        module = importlib.import_module(f"paged_jax.{command}")
+    except ImportError as error:
+        if not str(error).startswith("paged_jax: "):  # see `paged_jax.flax_versions`
+            raise
+        return _fail(str(error).removeprefix("paged_jax: "))
+    return module.main(arguments)
 
 
 def _fail(message: str) -> int:

@@ -43,6 +43,11 @@ class AsyncEngine:
         after each step and after each abort. `requests` has the requests that got new tokens or
         ended. They must not be used after `on_step` has returned. Tasks get their outputs after
         that. If `on_step` raises exceptions, the first is logged and the others are ignored.
+      on_failure: function that is called without arguments in the engine's thread, after an error
+        has ended the thread and all tasks have got it as the `__cause__` of their exceptions.
+
+    A step that fails is logged with its traceback and tried again. If it fails three times, the
+    engine stops.
 
     Example:
       >>> async def main():
@@ -61,9 +66,11 @@ class AsyncEngine:
         engine: Engine,
         *,
         on_step: Callable[[Engine, list[Request]], None] | None = None,
+        on_failure: Callable[[], None] = lambda: None,
     ):
         self._engine = engine
         self._on_step = on_step
+        self._on_failure = on_failure
         self._is_on_step_reported = False
         # Commands that the thread runs between two steps. The value None stops the thread.
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
@@ -119,6 +126,7 @@ class AsyncEngine:
         sampling_params: SamplingParams | None = None,
         *,
         final_only: bool = False,
+        on_added: Callable[[], None] = lambda: None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput]:
         """Complete a prompt: yield its output whenever it has new tokens, until it is finished.
@@ -130,6 +138,8 @@ class AsyncEngine:
           prompt: a text or a dict, see `Engine.add_request`.
           sampling_params: sampling parameters; `Engine.get_default_sampling_params` by default.
           final_only: whether to yield only the finished output, which is cheaper.
+          on_added: function that is called when the engine has accepted the request. After that, no
+            ValueError is raised.
           **options: further arguments of `Engine.add_request`.
 
         Raises:
@@ -141,6 +151,7 @@ class AsyncEngine:
         options.setdefault("arrival_time", time.perf_counter())
         try:
             await self._call(self._add, stream, prompt, sampling_params, options)
+            on_added()
             while not stream.is_done:
                 yield await stream.get()
         finally:
@@ -195,6 +206,7 @@ class AsyncEngine:
                 self._step()
         except BaseException as error:
             self._failure = error
+            _logger.critical("AsyncEngine: the engine has failed and stops.", exc_info=error)
         with self._lock:
             self._is_running = False
         while not self._commands.empty():
@@ -210,6 +222,8 @@ class AsyncEngine:
         for request_id in streams:
             with contextlib.suppress(Exception):
                 self._abort(request_id)
+        if self._failure is not None:
+            self._on_failure()
 
     def _step(self) -> None:
         """Run a step of the engine, call `on_step`, and pass the outputs to the tasks."""
@@ -221,11 +235,17 @@ class AsyncEngine:
         """Run a step of the engine. Return the requests that got new tokens or ended.
 
         A step that fails is repeated, up to `_MAX_ATTEMPTS` attempts in all. This is safe, because
-        a step that fails loses no request.
+        a step that fails loses no request. `_run_thread` logs the exception of the last attempt.
         """
-        for _ in range(_MAX_ATTEMPTS - 1):
-            with contextlib.suppress(Exception):
+        for attempt in range(1, _MAX_ATTEMPTS):
+            try:
                 return self._engine.advance()
+            except Exception:
+                _logger.exception(
+                    "AsyncEngine: attempt %d of %d to run a step failed. Trying again.",
+                    attempt,
+                    _MAX_ATTEMPTS,
+                )
         return self._engine.advance()
 
     def _notify(self, requests: list[Request]) -> None:

@@ -27,9 +27,10 @@ from paged_jax.command_line import Parser, one_line, read_prompts
 
 try:
     import httpx
-except ModuleNotFoundError:
+except ModuleNotFoundError as error:
     raise SystemExit(
-        "paged_jax.bench: error: httpx is not installed. Run: pip install 'paged-jax[bench]'"
+        f"paged_jax.bench: error: {error.name} is not installed. "
+        "Run: pip install 'paged-jax[bench]'"
     ) from None
 
 _PERCENTILES = (50, 90, 99)

@@ -16,7 +16,8 @@ import jax
 from paged_jax import __version__, distributed
 from paged_jax.arguments import advise, suggest
 from paged_jax.engine.config import VLLM_NAMES, OptionSpec, option_specs
-from paged_jax.models.config import LlamaConfig
+from paged_jax.engine.pool_size import GPU_SHARE
+from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.models.model_folder import find_model
 from paged_jax.monitoring import Status
@@ -338,7 +339,14 @@ def add_option_flags(
         else:
             kind = {"action": "store_const", "const": not each.default}
             words = f"do not {each.help}" if each.default else each.help
-        group.add_argument(each.flag, dest=each.name, default=None, help=_name_flags(words), **kind)
+        group.add_argument(
+            each.flag, dest=each.name, default=None, help=_escape(_name_flags(words)), **kind
+        )
+
+
+def _escape(text: str) -> str:
+    """Return a text that `argparse` shows unchanged: it formats each help with the operator %."""
+    return text.replace("%", "%%")
 
 
 def _name_flags(text: str) -> str:
@@ -437,6 +445,24 @@ def add_process_arguments(parser: argparse.ArgumentParser) -> None:
         help="end this process if another process has sent no heartbeat for this many seconds; "
         f"default: {distributed.HEARTBEAT_TIMEOUT}",
     )
+
+
+# Environment variables of XLA that decide how much of a GPU's memory JAX takes.
+_GPU_MEMORY_VARIABLES = (
+    "XLA_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_PYTHON_CLIENT_ALLOCATOR",
+)
+
+
+def take_gpu_memory() -> None:
+    """Let JAX take `GPU_SHARE` of a GPU, unless an environment variable says something else.
+
+    Call it before any other use of JAX. It changes nothing on other devices.
+    """
+    if not any(name in os.environ for name in _GPU_MEMORY_VARIABLES):
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(GPU_SHARE)
 
 
 def join_processes(args: argparse.Namespace) -> None:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from jax.typing import ArrayLike
 
-from paged_jax.arguments import advise, names_arguments
+from paged_jax.arguments import ArgumentError, advise, is_int, names_arguments
 from paged_jax.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.request_factory import Prompt, list_prompts
 from paged_jax.engine.requests import own_transfers
 from paged_jax.monitoring import Status
-from paged_jax.rollouts import Rollout, as_array, check_prompts
+from paged_jax.rollouts import Prompts, Rollout, read_prompts
 from paged_jax.sampling.params import SamplingParams, StructuredOutputError
 from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.scheduler.request import Request
@@ -89,31 +89,39 @@ class LLM(Engine):
     @names_arguments
     def rollout(
         self,
-        prompt_token_ids: ArrayLike,
-        num_tokens: ArrayLike,
+        prompt_token_ids: Prompts,
+        num_tokens: ArrayLike | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        first_prompt: int = 0,
         use_tqdm: bool = False,
     ) -> Rollout:
-        """Complete prompts given as an array, and return arrays, for training loops.
+        """Complete prompts, and return arrays, for training loops.
 
-        In float32, it draws the same tokens as the jittable function `paged_jax.rollout`. Unlike
-        that function, it allocates blocks as sequences grow, computes and stores common prefixes
-        once, and starts a waiting sample when another one stops. No text is decoded.
+        In float32, it draws the same tokens as the jittable function `paged_jax.rollout`, and with
+        ``numerics="exact"`` in any dtype. Unlike that function, it allocates blocks as sequences
+        grow, computes and stores common prefixes once, and starts a waiting sample when another one
+        stops. No text is decoded.
 
         Args:
-          prompt_token_ids: integer [B, T], each row padded at its end.
-          num_tokens: integer [B], number of tokens in each prompt, 1 to T.
+          prompt_token_ids: integer [B, T], each row padded at its end; or a list of token ids for
+            each prompt.
+          num_tokens: integer [B], number of tokens in each prompt, 1 to T; None if the prompts are
+            lists of their own lengths.
           sampling_params: parameters for all prompts, or a list with an entry for each prompt, all
             with the same `n`; `get_default_sampling_params` by default. The `n` samples of a prompt
             are consecutive rows of the result. The random numbers of row b depend on the seed and
             on b, so rows with the same prompt differ. `logprobs` and `prompt_logprobs` are ignored.
+          first_prompt: index of the first of these prompts among those of all engines, if several
+            engines divide a batch. Rows are counted from it, so equal prompts of different engines
+            have different samples.
           use_tqdm: whether to show a progress bar on a terminal or in a notebook.
 
         Returns:
-          NumPy arrays: tokens i32 [B * n, N], their log-probabilities f32 [B * n, N] under the
-          model at temperature 1 without filters, and the number of tokens in each row i32 [B * n].
-          N is the largest `max_tokens`, or the length of the longest row if that is larger.
+          A `Rollout` of NumPy arrays: tokens i32 [B * n, N], their log-probabilities f32 [B * n, N]
+          under the model at temperature 1 without filters, and the number of tokens in each row
+          i32 [B * n]. It names the numerics and the cache dtype of the engine. N is the largest
+          `max_tokens`, or the length of the longest row if that is larger.
 
         Raises:
           ValueError: shapes or dtypes are wrong, or see `generate`. No prompt has been run then.
@@ -124,13 +132,17 @@ class LLM(Engine):
           >>> llm = LLM(max_num_seqs=4)
           >>> params = SamplingParams(n=2, max_tokens=5, seed=0)
           >>> drawn = llm.rollout(np.array([[5, 9, 2], [7, 3, 0]]), np.array([3, 2]), params)
-          >>> drawn.token_ids.shape, drawn.logprobs.dtype, drawn.num_tokens.dtype
+          >>> drawn.token_ids.shape, drawn.logprobs.dtype, drawn.num_drawn.dtype
           ((4, 5), dtype('float32'), dtype('int32'))
         """
         with own_transfers():
-            rows = np.asarray(as_array("LLM.rollout", "prompt_token_ids", prompt_token_ids))
-            lengths = np.asarray(as_array("LLM.rollout", "num_tokens", num_tokens))
-        check_prompts("LLM.rollout", self.config.vocab_size, rows, lengths)
+            arrays = read_prompts(
+                "LLM.rollout", self.config.vocab_size, prompt_token_ids, num_tokens
+            )
+            rows, lengths = map(np.asarray, arrays)
+        if not is_int(first_prompt) or first_prompt < 0:
+            rule = f"must be an integer >= 0, got {first_prompt!r}. Pass an index."
+            raise ArgumentError("LLM.rollout", rule, "first_prompt")
         prompts: list[Prompt] = [
             {"prompt_token_ids": row[:length]} for row, length in zip(rows, lengths, strict=True)
         ]
@@ -140,8 +152,11 @@ class LLM(Engine):
                 f"LLM.rollout: n must be the same for all prompts, got {sorted(counts)}."
             )
         plain = [_without_text(each) for each in params]
-        group = self._add(prompts, plain, function="LLM.rollout", shares_seeds=True)
-        return _as_rollout(self._finish(group, use_tqdm=use_tqdm))
+        group = self._add(prompts, plain, function="LLM.rollout", first_prompt=first_prompt)
+        requests = self._finish(group, use_tqdm=use_tqdm)
+        return _as_rollout(
+            requests, self.core.options.numerics, self.core.executor.cache_dtype.name
+        )
 
     def speed_note(self) -> Callable[[float], str]:
         """Return a function for the argument `note` of `Status.advance`.
@@ -294,13 +309,14 @@ class LLM(Engine):
         explain: bool = False,
         *,
         function: str = "LLM.generate",
-        shares_seeds: bool = False,
+        first_prompt: int | None = None,
     ) -> "_RequestGroup":
         """Add a request for each prompt, and return the requests. If one is invalid, add none.
 
         Random numbers depend on the seed and on the sample's number. Samples are numbered within
-        each prompt, so equal prompts with the same seed draw the same tokens. If `shares_seeds`,
-        the numbers continue from one prompt to the next, so equal prompts draw different tokens.
+        each prompt, so equal prompts with the same seed draw the same tokens. With `first_prompt`,
+        the index of the first prompt in a larger batch, the numbers continue from one prompt to the
+        next, so equal prompts draw different tokens.
         """
         prompts = list_prompts(function, prompts)
         count = len(prompts)
@@ -310,7 +326,8 @@ class LLM(Engine):
         requests: list[Request] = []
         with self.all_or_none():
             for prompt, params, rank in zip(prompts, sampling_params, priority, strict=True):
-                offset = len(requests) * params.n if shares_seeds else 0
+                is_in_batch = first_prompt is not None
+                offset = (first_prompt + len(requests)) * params.n if is_in_batch else 0
                 try:
                     name = self.add_request(
                         prompt, params, priority=rank, explain=explain, sample_offset=offset
@@ -443,8 +460,10 @@ def _without_text(params: SamplingParams) -> SamplingParams:
     )
 
 
-def _as_rollout(requests: list[Request]) -> Rollout:
+def _as_rollout(requests: list[Request], numerics: str, cache_dtype: str) -> Rollout:
     """Return the samples of finished requests as arrays, one row per sample.
+
+    `numerics` and `cache_dtype` are those of the engine.
 
     Raises:
       FloatingPointError: the model returned NaN for a sample.
@@ -455,14 +474,15 @@ def _as_rollout(requests: list[Request]) -> Rollout:
         if sample.completion.finish_reason == "error":
             error = StructuredOutputError if _has_failed_grammar(sample) else FloatingPointError
             raise error(f"LLM.rollout: {sample.completion.stop_reason}")
-    num_tokens = np.array([sample.num_generated for sample in samples], np.int32)
+    num_drawn = np.array([sample.num_generated for sample in samples], np.int32)
     bounds = [request.params.max_tokens for request in requests]
-    shape = len(samples), max(int(num_tokens.max()), *(bound or 0 for bound in bounds))
+    shape = len(samples), max(int(num_drawn.max()), *(bound or 0 for bound in bounds))
     token_ids, logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
     for row, sample in enumerate(samples):
-        token_ids[row, : num_tokens[row]] = sample.token_ids[sample.num_prompt_tokens :]
-        logprobs[row, : num_tokens[row]] = sample.completion.token_logprobs
-    return Rollout(*cast(Any, (token_ids, logprobs, num_tokens)))
+        token_ids[row, : num_drawn[row]] = sample.token_ids[sample.num_prompt_tokens :]
+        logprobs[row, : num_drawn[row]] = sample.completion.token_logprobs
+    arrays = cast(Any, (token_ids, logprobs, num_drawn))
+    return Rollout(*arrays, numerics=numerics, cache_dtype=cache_dtype)
 
 
 def _raise_if_all_failed(requests: list[Request]) -> None:

@@ -19,6 +19,7 @@ from paged_jax.command_line import (
     add_option_flags,
     given_options,
     model_folder,
+    take_gpu_memory,
 )
 from paged_jax.engine.config import option_specs
 from paged_jax.engine.footprint import GroupFootprint
@@ -30,9 +31,9 @@ from paged_jax.engine.memory_plan import (
     make_plan,
     step_bound,
 )
-from paged_jax.engine.pool_size import device_memory
+from paged_jax.engine.pool_size import GPU_SHARE, device_memory
 from paged_jax.formatting import format_bytes
-from paged_jax.models.llama import Llama
+from paged_jax.models.decoder import Decoder
 from paged_jax.models.loading.pretrained import read_config, read_formats
 
 # Engine options that affect how much memory the engine needs.
@@ -50,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status. It is 1 if the model does not fit."""
     parser = make_parser()
     args = parser.parse_args(argv)
+    take_gpu_memory()  # as the server does, so that a GPU of this machine reports the same memory
     return parser.run(lambda: _print(args))
 
 
@@ -83,9 +85,9 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--memory-fraction",
         type=float,
-        default=1.0,
         metavar="X",
-        help="fraction of the memory that the engine may take, at most 1; default: 1",
+        help="the engine's option, at most 1; default: show what fits in all of the memory, and "
+        "how much of it an engine without this option takes",
     )
     parser.add_argument(
         "--platform",
@@ -137,7 +139,7 @@ def parse_bytes(text: str) -> int:
 
 
 def _from_arguments(args: argparse.Namespace, device: DeviceSpec | None) -> MemoryPlan:
-    if not 0 < args.memory_fraction <= 1:
+    if args.memory_fraction is not None and not 0 < args.memory_fraction <= 1:
         raise ValueError(
             f"--memory-fraction must be above 0 and at most 1, got {args.memory_fraction}."
         )
@@ -150,15 +152,20 @@ def _from_arguments(args: argparse.Namespace, device: DeviceSpec | None) -> Memo
     config, options = read_config(folder), given_options(args, _OPTIONS)
     kept = {name: options[name] for name in ("dtype", "dequantise") if name in options}
     num_devices = options.get("tensor_parallel_size", 1)
+    is_this_machine = args.memory is None and device is None
     memory_bytes = _memory(device) if args.memory is None else args.memory
     platform = args.platform or (jax.default_backend() if device is None else device.platform)
+    # JAX reports its share of this machine's device.
+    share = GPU_SHARE if platform == "gpu" and not is_this_machine else 1.0
     kept |= {"num_devices": num_devices, "platform": platform}
-    formats = read_formats(Llama, folder, config, **kept)
+    formats = read_formats(Decoder, folder, config, **kept)
     return make_plan(
         config,
-        int(args.memory_fraction * memory_bytes),
+        memory_bytes,
         platform,
         formats,
+        memory_fraction=args.memory_fraction,
+        share=share,
         **options,
     )
 
@@ -218,6 +225,7 @@ def as_dict(
         "block_size": sizes.block_size,
         "num_blocks": plan.num_blocks,
         "num_engine_blocks": plan.num_engine_blocks,
+        "engine_limit": plan.pool.limit,
         "num_tokens": plan.num_blocks * sizes.block_size,
         "max_num_seqs": sizes.num_slots,
         "max_model_len": sizes.max_model_len,
@@ -277,11 +285,8 @@ def as_text(plan: MemoryPlan, lengths: list[int], device: DeviceSpec | None = No
     sizes = plan.sizes
     at_once = "1 sequence runs" if sizes.num_slots == 1 else f"{sizes.num_slots} sequences run"
     if plan.num_engine_blocks < plan.num_blocks:
-        lines += [
-            "",
-            f"{at_once} at once and can use {plan.num_engine_blocks:,} blocks: an engine allocates "
-            "no more unless --max-num-seqs is larger.",
-        ]
+        blocks = f"{plan.num_engine_blocks:,} blocks"
+        lines += ["", f"{at_once} at once. An engine allocates {blocks}: {plan.pool.limit}."]
     elif any(plan.num_paged(length) > sizes.num_slots for length in lengths):
         lines += ["", f"{at_once} at once, see --max-num-seqs; others wait."]
     return "\n".join(lines)

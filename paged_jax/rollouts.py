@@ -27,6 +27,7 @@ from paged_jax.cache.sequence_blocks import (
     num_blocks_needed,
     num_cached_tokens_at,
 )
+from paged_jax.data_axes import map_rows
 from paged_jax.dims import bind
 from paged_jax.formatting import short_repr
 from paged_jax.models.paged_model import PagedModel
@@ -38,6 +39,9 @@ from paged_jax.sampling.params import NO_BIAS, NUMBERS, TokenBias
 from paged_jax.sampling.sample import Draws
 from paged_jax.sampling.state import SlotSampling, to_device_values
 
+# Token ids of rows: an integer array, padded at the end of each row, or a list for each row.
+Prompts = ArrayLike | Sequence[Sequence[int]]
+
 # If a layer has a sliding window, generation is divided into passes of at most this many tokens per
 # row. Blocks that have left the window are freed between passes. The number is small compared to
 # the windows of models, and large enough that the cost of freeing is negligible.
@@ -45,25 +49,85 @@ _MAX_TOKENS_PER_PASS = 256
 
 
 @short_repr
-class Rollout(NamedTuple):
+class JoinedSequences(NamedTuple):
+    """Prompts with their generated tokens, without padding between them.
+
+    Attributes:
+      token_ids: i32 [B, T + N], each row padded at its end by zeros.
+      mask: bool [B, T + N], whether each token was generated.
+      num_tokens: i32 [B], number of tokens in each row.
+    """
+
+    token_ids: jax.Array
+    mask: jax.Array
+    num_tokens: jax.Array
+
+
+@short_repr
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rollout:
     """Generated tokens of B rows. The samples of a prompt are consecutive rows.
 
     Attributes:
       token_ids: i32 [B, N], the generated tokens of each row, followed by zeros.
       logprobs: f32 [B, N], log-probabilities of the tokens at temperature 1, without filters.
-      num_tokens: i32 [B], number of generated tokens in each row, including the stop token.
+      num_drawn: i32 [B], number of generated tokens in each row, including the stop token.
+      numerics: the numerics with which the tokens were drawn, see `PagedModel.with_numerics`.
+      cache_dtype: name of the dtype of the cache with which the tokens were drawn.
     """
 
     token_ids: jax.Array
     logprobs: jax.Array
-    num_tokens: jax.Array
+    num_drawn: jax.Array
+    numerics: str = dataclasses.field(default="fast", metadata={"static": True})
+    cache_dtype: str = dataclasses.field(default="float32", metadata={"static": True})
+
+    @property
+    def mask(self) -> jax.Array:
+        """Whether each element of `token_ids` is a generated token, bool [B, N]."""
+        steps = np.arange(self.token_ids.shape[1], dtype=np.int32)[None]
+        return cast(jax.Array, steps < self.num_drawn[:, None])
+
+    def sequences(
+        self, prompt_token_ids: Prompts, num_tokens: ArrayLike | None = None
+    ) -> JoinedSequences:
+        """Put the generated tokens after the prompts from which they were drawn.
+
+        Args:
+          prompt_token_ids: the prompts as they were given to `rollout`.
+          num_tokens: the number of tokens in each prompt, as it was given to `rollout`.
+
+        Raises:
+          ValueError: the number of rows is not a multiple of the number of prompts.
+
+        Example:
+          >>> drawn = Rollout(jnp.array([[7, 8], [9, 0]]), jnp.zeros((2, 2)), jnp.array([2, 1]))
+          >>> joined = drawn.sequences([[3], [4, 5]])
+          >>> joined.token_ids.tolist(), joined.num_tokens.tolist()
+          ([[3, 7, 8, 0], [4, 5, 9, 0]], [3, 3])
+          >>> joined.mask.astype(int).tolist()
+          [[0, 1, 1, 0], [0, 0, 1, 0]]
+        """
+        rows, counts = read_rows(
+            "Rollout.sequences", "prompt_token_ids", prompt_token_ids, "num_tokens", num_tokens
+        )
+        bind("Rollout.sequences", prompt_token_ids=(rows, "BT"), num_tokens=(counts, "B"))
+        num_rows = self.token_ids.shape[0]
+        rows, counts = repeat_prompts("Rollout.sequences", rows, counts, num_rows)
+        token_ids = join_sequences(rows, counts, jnp.asarray(self.token_ids))
+        lengths = counts + jnp.asarray(self.num_drawn)
+        places = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
+        is_token = places < lengths[:, None]
+        mask = is_token & (places >= counts[:, None])
+        return JoinedSequences(jnp.where(is_token, token_ids, 0), mask, lengths)
 
 
 @names_arguments
 def rollout(
     model: PagedModel,
-    prompt_token_ids: jax.Array,
-    num_tokens: jax.Array,
+    prompt_token_ids: Prompts,
+    num_tokens: ArrayLike | None = None,
     *,
     max_tokens: int,
     num_samples: int = 1,
@@ -75,23 +139,29 @@ def rollout(
     stop_token_ids: Sequence[int] | None = None,
     token_bias: TokenBias = NO_BIAS,
     block_size: int = 16,
-    cache_dtype: DTypeLike = jnp.float32,
+    cache_dtype: DTypeLike | None = None,
+    numerics: str | None = None,
     backend: str | None = None,
+    axis_name: str | Sequence[str] | None = None,
 ) -> Rollout:
     """Generate tokens after a batch of prompts. This can be used inside `jit` and `scan`.
 
     The weights are an ordinary argument, so new weights need not be loaded or copied. No gradients
-    flow through the rollout: to get gradients, compute the log-probabilities again with `model`.
+    flow through the rollout: to get gradients, use `log_probs`.
 
     The cache has blocks for T tokens of every prompt and N tokens of every sample, even if
     prompts are short or rows stop early. `LLM.rollout` generates the same tokens with an engine,
     which allocates blocks as sequences grow and stores common prefixes of prompts once.
 
+    With `axis_name`, each device of a mesh generates the samples of its share of the prompts, and
+    all of them draw the tokens that a single device would draw.
+
     Args:
       model: the model, such as ``nnx.merge(graphdef, weights)`` with traced weights.
-      prompt_token_ids: integer [B, T], each row padded at its end.
+      prompt_token_ids: integer [B, T], each row padded at its end; or a list of token ids for each
+        prompt.
       num_tokens: integer [B], number of tokens in each prompt, 1 to T. Traced values outside of
-        this range are clipped to it.
+        this range are clipped to it. None if the prompts are lists of their own lengths.
       max_tokens: N, maximum number of tokens to generate in a row (static). T + N must not exceed
         ``model.config.max_position_embeddings``.
       num_samples: number of samples of each prompt (static). They are consecutive rows of the
@@ -105,23 +175,34 @@ def rollout(
       seed: an integer from 0 to 2**32 - 1 or a key of ``jax.random.key``, for all prompts, or one
         for each prompt [B]. It may be traced, for example the number of the training step. The
         random numbers of row b depend only on its seed and on b, so rows with the same prompt
-        differ. Raw keys of ``jax.random.PRNGKey`` are rejected, because they have the shape of
-        seeds for two or four prompts: pass ``jax.random.wrap_key_data(key)`` instead.
+        differ. Rows are counted over all devices, see `axis_name`. Raw keys of
+        ``jax.random.PRNGKey`` are rejected, because they have the shape of seeds for two or four
+        prompts: pass ``jax.random.wrap_key_data(key)`` instead.
       stop_token_ids: tokens that end a row (static). The default None means
         ``model.config.eos_token_ids``; () means that no token ends a row.
       token_bias: biases that are added to the logits in all rows (static). `LLM.rollout` uses
         ``GenerationConfig.from_folder(folder).token_bias(...)``.
       block_size: C, number of tokens in a block of the cache.
-      cache_dtype: the dtype of K and V. On CPUs, float32 is the fastest.
+      cache_dtype: the dtype of K and V; None for ``model.cache_dtype``, or the dtype that an
+        engine with the same model uses by default, see `PagedModel.kv_dtype`. On CPUs, float32 is
+        the fastest.
+      numerics: ``"fast"`` or ``"exact"``, see `PagedModel.with_numerics`; None for the model's.
       backend: the backend of the kernels, see `paged_attention`.
+      axis_name: the mesh axis or axes over which prompts are divided (static). In `jax.shard_map`
+        with ``check_vma=False``, it must name the axes that divide the caller's prompts, or be ()
+        if every device has the same prompts. Otherwise `rollout` divides the prompts, B must be a
+        multiple of the number of devices along the axes, and each device gathers all weights. The
+        default None means the axes that divide the rows of `prompt_token_ids` if they are explicit
+        axes. With automatic axes, it means that every device computes all rows.
 
     Returns:
       A `Rollout` with ``B * num_samples`` rows.
 
     Raises:
       ValueError: a shape or dtype is wrong, a size is not positive, T + N exceeds
-        ``max_position_embeddings``, or a stop token is not a valid token id. Values of
-        `num_tokens`, sampling parameters and prompt tokens are checked only if they are not traced.
+        ``max_position_embeddings``, a stop token is not a valid token id, or `axis_name` is missing
+        or does not fit the mesh. Values of `num_tokens`, sampling parameters and prompt tokens are
+        checked only if they are not traced.
 
     Memory: K and V of B * (T + num_samples * N) tokens, plus at most one block for each sample. In
     layers with a sliding window, each of the B * num_samples rows needs at most the window, 256
@@ -129,27 +210,86 @@ def rollout(
 
     Example:
       >>> from flax import nnx
-      >>> from paged_jax.models.config import LlamaConfig
-      >>> from paged_jax.models.llama import Llama
+      >>> from paged_jax import Llama, LlamaConfig
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
       ...                      num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
       >>> model = Llama(config, rngs=nnx.Rngs(0))
       >>> run = jax.jit(rollout, static_argnames=("max_tokens", "stop_token_ids"))
       >>> out = run(model, jnp.array([[3, 7, 5], [4, 0, 0]]), jnp.array([3, 1]), max_tokens=6,
       ...           temperature=0.7, seed=jnp.uint32(1))
-      >>> out.token_ids.shape, out.num_tokens.tolist()
+      >>> out.token_ids.shape, out.num_drawn.tolist()
       ((2, 6), [6, 6])
     """
     check_positive("rollout", max_tokens=max_tokens, num_samples=num_samples, block_size=block_size)
-    check_prompts("rollout", model.config.vocab_size, prompt_token_ids, num_tokens)
-    prompts = jnp.asarray(prompt_token_ids).astype(jnp.int32)
-    num_tokens = jnp.asarray(num_tokens).astype(jnp.int32)
-    B, T = prompts.shape
+    vocab_size = model.config.vocab_size
+    prompt_rows, counts = read_prompts("rollout", vocab_size, prompt_token_ids, num_tokens)
+    B, T = prompt_rows.shape
     _check_fits(model, T, max_tokens)
     # Without stop_gradient, jax.grad of a function that calls `rollout` would fail: it cannot
     # differentiate the decode loop, because the number of iterations is not static.
-    model = jax.tree.map(lax.stop_gradient, model)
-    num_tokens = jnp.clip(num_tokens, 1, T)
+    model = jax.tree.map(lax.stop_gradient, model.with_numerics(numerics, cache_dtype, backend))
+    values = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    _check_numbers(values)
+    arrays = {name: jnp.asarray(value) for name, value in values.items()} | {"seed": _keys(seed)}
+    prompts = _Prompts(
+        token_ids=jnp.asarray(prompt_rows).astype(jnp.int32),
+        num_tokens=jnp.clip(jnp.asarray(counts).astype(jnp.int32), 1, T),
+        sampling={name: _per_prompt(name, array, B) for name, array in arrays.items()},
+    )
+    # Exact numerics need a single program, because XLA fuses operations of a program.
+    generate = functools.partial(
+        _generate if model.numerics == "fast" else _generate_in_jit,
+        max_tokens=max_tokens,
+        num_samples=num_samples,
+        stop_ids=tuple(_stop_ids(model, stop_token_ids)),
+        token_bias=token_bias,
+        block_size=block_size,
+        backend=backend,
+    )
+    return map_rows("rollout", generate, model, prompts, axis_name)
+
+
+class _Prompts(NamedTuple):
+    """B prompts of up to T tokens.
+
+    Attributes:
+      token_ids: i32 [B, T], each row padded at its end.
+      num_tokens: i32 [B], number of tokens in each prompt.
+      sampling: maps names of fields of `SlotSampling` to arrays [B]. The entry ``"seed"`` has the
+        random keys.
+    """
+
+    token_ids: jax.Array
+    num_tokens: jax.Array
+    sampling: dict[str, jax.Array]
+
+
+def _generate(
+    model: PagedModel,
+    prompts: _Prompts,
+    first_prompt: jax.Array,
+    *,
+    max_tokens: int,
+    num_samples: int,
+    stop_ids: Sequence[int],
+    token_bias: TokenBias,
+    block_size: int,
+    backend: str | None,
+) -> Rollout:
+    """Generate the samples of some prompts on one device.
+
+    Args:
+      model: the model.
+      prompts: this device's prompts.
+      first_prompt: i32[], index of the first of these prompts among those of all devices.
+      max_tokens: see `rollout`, as `num_samples`, `token_bias`, `block_size` and `backend`.
+      num_samples: number of samples of each prompt.
+      stop_ids: the tokens that end a row.
+      token_bias: biases in all rows.
+      block_size: number of tokens in a block.
+      backend: the backend of the kernels.
+    """
+    B, T = prompts.token_ids.shape
     num_rows = B * num_samples
     tokens_per_pass = _tokens_per_pass(model.config.sliding_windows, max(T - 1, max_tokens))
     num_blocks = B * _num_blocks(T, max_tokens, num_samples, block_size)
@@ -160,28 +300,37 @@ def rollout(
         num_blocks=min(num_blocks, num_rows * max_in_row),
         block_size=block_size,
         max_tokens=tokens_per_pass,
-        dtype=cache_dtype,
+        dtype=model.kv_dtype,
     )
-    cache = _prefill(model, cache, prompts, num_tokens, num_samples, tokens_per_pass, backend)
+    cache = _prefill(model, cache, prompts, num_samples, tokens_per_pass, backend)
 
-    last_tokens = prompts[jnp.arange(B, dtype=jnp.int32), num_tokens - 1]
-    last_tokens, num_tokens = (jnp.repeat(x, num_samples) for x in (last_tokens, num_tokens))
-    stop_ids = _stop_ids(model, stop_token_ids)
-    values = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    _check_numbers(values)
-    rows = {name: _per_row(name, jnp.asarray(x), B, num_samples) for name, x in values.items()}
-    rows |= {"seed": _per_row("seed", _keys(seed), B, num_samples), "held_until": num_tokens}
+    last_tokens = prompts.token_ids[jnp.arange(B, dtype=jnp.int32), prompts.num_tokens - 1]
+    last_tokens = jnp.repeat(last_tokens, num_samples)
+    values = {**prompts.sampling, "held_until": prompts.num_tokens}
+    rows = {name: jnp.repeat(value, num_samples) for name, value in values.items()}
+    slots = jnp.arange(num_rows, dtype=jnp.int32)
+    row_ids = first_prompt * num_samples + slots
+    stop_row = jnp.array([list(stop_ids)], jnp.int32)
     state = DecodeState(
         cache=cache,
-        sampling=_sampling(num_rows, model.config.vocab_size, rows, token_bias),
+        sampling=_sampling(row_ids, model.config.vocab_size, rows, token_bias),
         token_ids=last_tokens,
-        stop_ids=jnp.broadcast_to(stop_ids, (num_rows, stop_ids.shape[1])),
-        max_lengths=num_tokens + max_tokens,
+        stop_ids=jnp.broadcast_to(stop_row, (num_rows, len(stop_ids))),
+        max_lengths=rows["held_until"] + max_tokens,
         constraints=Constraints.create(num_rows, vocab_size=0, max_forced=0),
     )
-    slots, steps = jnp.arange(num_rows, dtype=jnp.int32), min(max_tokens, tokens_per_pass)
+    steps = min(max_tokens, tokens_per_pass)
     draws, num_new = _decode(model, state, slots, max_tokens, steps, backend)
-    return Rollout(draws.token_ids.T, draws.logprobs.T, num_new)
+    kind = {"numerics": model.numerics, "cache_dtype": model.kv_dtype.name}
+    return Rollout(draws.token_ids.T, draws.logprobs.T, num_new, **kind)
+
+
+_generate_in_jit = jax.jit(
+    _generate,
+    static_argnames=(
+        "max_tokens", "num_samples", "stop_ids", "token_bias", "block_size", "backend",
+    ),
+)  # fmt: skip
 
 
 def _tokens_per_pass(windows: Sequence[int | None], num_tokens: int) -> int:
@@ -259,8 +408,7 @@ def _num_blocks(T: int, max_tokens: int, num_samples: int, block_size: int) -> i
 def _prefill(
     model: PagedModel,
     cache: PagedCache,
-    prompt_token_ids: jax.Array,
-    num_tokens: jax.Array,
+    prompts: _Prompts,
     num_samples: int,
     tokens_per_pass: int,
     backend: str | None,
@@ -269,12 +417,12 @@ def _prefill(
 
     The slots of a prompt's samples are consecutive and share the blocks of the prompt.
     """
-    T = prompt_token_ids.shape[1]
+    num_tokens, T = prompts.num_tokens, prompts.token_ids.shape[1]
     if T == 1:
         return cache
     slots = jnp.arange(cache.num_slots, dtype=jnp.int32)
     firsts = num_samples * (slots // num_samples)
-    token_ids, rows = prompt_token_ids[:, :-1], slots[::num_samples]
+    token_ids, rows = prompts.token_ids[:, :-1], slots[::num_samples]
     if T - 1 <= tokens_per_pass:
         _, cache, _ = model.prefill(cache, token_ids, rows, num_tokens - 1, backend=backend)
     else:
@@ -305,31 +453,105 @@ def _check_fits(model: PagedModel, T: int, max_tokens: int) -> None:
         )
 
 
-def as_array(function: str, name: str, values: ArrayLike) -> Any:
-    """Return `values` as an array.
+def read_rows(
+    function: str, name: str, rows: Prompts, name_of_counts: str, counts: ArrayLike | None
+) -> tuple[Any, Any]:
+    """Return rows of token ids as an array [B, T], and the number of tokens in each row [B].
+
+    Arrays are returned unchanged.
 
     Args:
       function: name of the function, for error messages.
-      name: the name of the argument.
-      values: an array, which is returned unchanged, or nested lists of numbers.
+      name: the name of the argument `rows`.
+      rows: an array, or a list of token ids for each row, which is padded with zeros.
+      name_of_counts: the name of the argument `counts`.
+      counts: the number of tokens in each row; None for the lengths of the lists.
 
     Raises:
-      ValueError: nested lists have different lengths.
+      ValueError: `rows` is an array and `counts` is None, or lists with `counts` have different
+        lengths.
     """
-    if hasattr(values, "dtype"):
-        return values
-    try:
-        return np.asarray(values)
-    except ValueError:
+    if counts is not None:
+        try:
+            return _as_array(rows), _as_array(counts)
+        except ValueError:
+            raise ValueError(
+                f"{function}: {name} must be an array, got rows of different lengths. Pad each "
+                f"row at its end, or leave out {name_of_counts}."
+            ) from None
+    if hasattr(rows, "dtype"):
         raise ValueError(
-            f"{function}: {name} must be an array, got rows of different lengths. Pad each row at "
-            "its end."
-        ) from None
+            f"{function}: {name_of_counts} must be given if {name} is an array, got None. Pass the "
+            "number of tokens in each row."
+        )
+    arrays = [np.asarray(row) for row in cast(Sequence[Any], rows)]
+    if wrong := [array for array in arrays if array.ndim != 1]:
+        raise ValueError(
+            f"{function}: {name} must be a list of token ids for each row, got an element with "
+            f"{wrong[0].ndim} dimensions. Pass [row] for a single row."
+        )
+    lengths = np.array([array.size for array in arrays], np.int32)
+    dtypes = [array.dtype for array in arrays if array.size]
+    padded = np.zeros(
+        (len(arrays), lengths.max(initial=0)), np.result_type(*dtypes) if dtypes else np.int32
+    )
+    for row, array in zip(padded, arrays, strict=True):
+        row[: array.size] = array
+    return padded, lengths
 
 
-def check_prompts(
-    function: str, vocab_size: int, prompt_token_ids: ArrayLike, num_tokens: ArrayLike
-) -> None:
+def _as_array(values: Any) -> Any:
+    return values if hasattr(values, "dtype") else np.asarray(values)
+
+
+def read_prompts(
+    function: str,
+    vocab_size: int,
+    prompt_token_ids: Prompts,
+    num_tokens: ArrayLike | None,
+) -> tuple[Any, Any]:
+    """Return prompts and their lengths as arrays [B, T] and [B], and check them.
+
+    The arguments and errors are those of `read_rows` and `check_prompts`.
+    """
+    rows, counts = read_rows(
+        function, "prompt_token_ids", prompt_token_ids, "num_tokens", num_tokens
+    )
+    check_prompts(function, vocab_size, rows, counts)
+    return rows, counts
+
+
+def repeat_prompts(
+    function: str, prompts: ArrayLike, num_tokens: ArrayLike, num_rows: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return i32 prompts [num_rows, T] and their lengths, each repeated for all of its samples.
+
+    Raises:
+      ValueError: `num_rows` is not a multiple of the number of prompts.
+    """
+    arrays = (jnp.asarray(x).astype(jnp.int32) for x in (prompts, num_tokens))
+    rows, counts = arrays
+    num_samples, rest = divmod(num_rows, rows.shape[0])
+    if rest or not num_samples:
+        raise ValueError(
+            f"{function}: token_ids must have the same number of rows for each of the "
+            f"{rows.shape[0]} prompts, got {num_rows} rows. Pass the prompts from which the rows "
+            "were drawn."
+        )
+    return jnp.repeat(rows, num_samples, axis=0), jnp.repeat(counts, num_samples)
+
+
+def join_sequences(prompts: jax.Array, num_tokens: jax.Array, drawn: jax.Array) -> jax.Array:
+    """Put generated tokens [B, N] after prompts [B, T], i32 [B, T + N], padded by zeros."""
+    (_, T), N = prompts.shape, drawn.shape[1]
+    steps = jnp.arange(T + N, dtype=jnp.int32)[None] - num_tokens[:, None]
+    index = jnp.clip(steps, 0, N - 1)
+    after = jnp.take_along_axis(drawn.astype(jnp.int32), index, axis=1)
+    before = jnp.pad(prompts.astype(jnp.int32), ((0, 0), (0, N)))
+    return jnp.where(steps < 0, before, jnp.where(steps < N, after, 0))
+
+
+def check_prompts(function: str, vocab_size: int, prompt_token_ids: Any, num_tokens: Any) -> None:
     """Check shapes and dtypes of prompts and of their lengths. Check the values unless traced.
 
     Args:
@@ -341,8 +563,7 @@ def check_prompts(
     Raises:
       ValueError: see `rollout`.
     """
-    given: dict[str, Any] = {"prompt_token_ids": prompt_token_ids, "num_tokens": num_tokens}
-    arrays = {name: as_array(function, name, x) for name, x in given.items()}
+    arrays = {"prompt_token_ids": prompt_token_ids, "num_tokens": num_tokens}
     if arrays["num_tokens"].ndim == 2:
         raise ValueError(
             f"{function}: num_tokens must have one dimension, the number of prompts, got shape "
@@ -361,18 +582,18 @@ def check_prompts(
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise ValueError(f"{function}: {name} must be an integer array, got {array.dtype}.")
     if not isinstance(num_tokens, Tracer):
-        counts: list[int] = np.asarray(arrays["num_tokens"]).tolist()
+        counts: list[int] = np.asarray(num_tokens).tolist()
         wrong = [count for count in counts if not 1 <= count <= T]
         if wrong:
             raise ValueError(
                 f"{function}: num_tokens must be in 1..{T}, the number of columns of "
                 f"prompt_token_ids, got {wrong[0]}."
             )
-    check_token_ids(function, vocab_size, *given.values(), name="prompt_token_ids")
+    check_token_ids(function, vocab_size, *arrays.values(), name="prompt_token_ids")
 
 
-def _stop_ids(model: PagedModel, stop_token_ids: Sequence[int] | None) -> jax.Array:
-    """Return the ids of the tokens that end a row, as an i32 array [1, number of ids]."""
+def _stop_ids(model: PagedModel, stop_token_ids: Sequence[int] | None) -> Sequence[int]:
+    """Check the ids of the tokens that end a row; the default are the model's end tokens."""
     if stop_token_ids is None:
         stop_token_ids = model.config.eos_token_ids
     # Ids above the model's vocabulary are allowed, because a tokenizer may have more tokens than
@@ -381,7 +602,7 @@ def _stop_ids(model: PagedModel, stop_token_ids: Sequence[int] | None) -> jax.Ar
         if not is_int(token_id) or not 0 <= token_id < 2**31:
             rule = f"must hold token ids >= 0 and < 2**31, got {token_id!r}. Pass () for none."
             raise ArgumentError("rollout", rule, "stop_token_ids")
-    return jnp.array([list(stop_token_ids)], jnp.int32)
+    return stop_token_ids
 
 
 def _check_numbers(values: dict[str, ArrayLike]) -> None:
@@ -400,7 +621,7 @@ def _check_numbers(values: dict[str, ArrayLike]) -> None:
 
 
 def _sampling(
-    num_rows: int, vocab_size: int, rows: dict[str, jax.Array], token_bias: TokenBias
+    row_ids: jax.Array, vocab_size: int, rows: dict[str, jax.Array], token_bias: TokenBias
 ) -> SlotSampling:
     """Return the sampling state of all rows.
 
@@ -408,13 +629,14 @@ def _sampling(
     which cannot be traced, with `slot_row` and `write_rows`.
 
     Args:
-      num_rows: number of rows. Each row has its own slot.
+      row_ids: i32 [R], index of each row among the rows of all devices. Random numbers depend on
+        it. Each row has its own slot.
       vocab_size: size of the vocabulary.
       rows: maps names of fields of `SlotSampling` to arrays with a value for each row. The entry
         ``"seed"`` has the random keys.
       token_bias: biases of tokens in all rows.
     """
-    num_biases = len(token_bias.all_ids)
+    num_rows, num_biases = row_ids.shape[0], len(token_bias.all_ids)
     state = SlotSampling.create(
         num_rows, vocab_size, max_logit_bias=num_biases, max_stop_ids=0, max_bad_words=0
     )
@@ -429,17 +651,16 @@ def _sampling(
     fields = {name: row for name, row in rows.items() if name != "seed"}
     fields = {name: row.astype(getattr(state, name).dtype) for name, row in fields.items()}
     state = dataclasses.replace(state, **fields, **bias, keys=keys)
-    return jax.vmap(to_device_values)(state, jnp.arange(num_rows, dtype=jnp.uint32))
+    return jax.vmap(to_device_values)(state, row_ids.astype(jnp.uint32))
 
 
-def _per_row(name: str, value: jax.Array, B: int, num_samples: int) -> jax.Array:
-    """Return `value` as an array with a value for each row, [B * num_samples].
+def _per_prompt(name: str, value: jax.Array, B: int) -> jax.Array:
+    """Return `value` as an array with a value for each prompt, [B].
 
     Args:
       name: name of the argument, for the error.
       value: a single value, or a value for each prompt [B].
       B: number of prompts.
-      num_samples: number of rows for each prompt.
 
     Raises:
       ValueError: `value` has another shape.
@@ -449,7 +670,7 @@ def _per_row(name: str, value: jax.Array, B: int, num_samples: int) -> jax.Array
             f"rollout: {name} must be one value or have shape [{B}], one value per prompt, got "
             f"shape {list(value.shape)}."
         )
-    return jnp.repeat(jnp.broadcast_to(value, (B,)), num_samples)
+    return jnp.broadcast_to(value, (B,))
 
 
 # Size of the last dimension of raw keys: 2 for threefry2x32, 4 for rbg and unsafe_rbg.

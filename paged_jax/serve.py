@@ -1,6 +1,7 @@
 """Command line for the HTTP server: ``python -m paged_jax.serve``."""
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import ipaddress
@@ -25,6 +26,7 @@ from paged_jax.command_line import (
     add_process_arguments,
     engine_options,
     join_processes,
+    take_gpu_memory,
 )
 from paged_jax.engine.engine import Engine
 from paged_jax.formatting import format_bytes
@@ -33,6 +35,10 @@ from paged_jax.models.model_folder import is_model_name
 from paged_jax.models.text.reasoning import FORMATS as REASONING_FORMATS
 from paged_jax.monitoring import check_profile_folder
 
+try:
+    import resource
+except ModuleNotFoundError:  # Windows
+    resource = None
 try:
     from paged_jax.server import Limits, Service, Settings
     from paged_jax.server.app import Startup
@@ -51,12 +57,14 @@ _ADMIN_KEY = "PAGED_JAX_ADMIN_KEY"
 # Python's garbage collector runs after this many new objects. Python's default is so small that the
 # collector would run every few requests and take 0.5% of the server's time.
 _GC_THRESHOLD = 20_000
+# Maximum number of open files that are no connections: devices, libraries, model, log.
+_OTHER_FILES = 124
 _HOST_NAME = re.compile(r"[\w-]+(\.[\w-]+)*", re.ASCII)
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until a signal ends the process, and return the exit status.
+    """Serve until a signal or a failure of the engine, and return the exit status.
 
     Expected errors are printed in one line.
     """
@@ -67,6 +75,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _serve(args: argparse.Namespace) -> None:
     _check(args)
+    take_gpu_memory()
     join_processes(args)
     if not distributed.is_leader():
         Engine(**engine_options(args)).follow()
@@ -77,17 +86,17 @@ def _serve(args: argparse.Namespace) -> None:
     listener = _listener(args.host, args.port) if args.uds is None else _unix_listener(args.uds)
     hint = _hint(url_of(listener), settings)
     startup = Startup(lambda note: _make_service(args, settings, hint, note))
-    server = Server(
-        startup,
-        settings.limits,
-        drain_timeout=args.drain_timeout,
-        grace=args.grace,
-        timeout_keep_alive=args.keep_alive,
-        root_path=args.root_path,
-        log_config=None,
-        access_log=False,  # `RequestLogMiddleware` logs requests
-    )
     with logs_on_stderr(args.log_level, args.log_format):
+        server = Server(
+            startup,
+            _fit_open_files(settings.limits),
+            drain_timeout=args.drain_timeout,
+            grace=args.grace,
+            timeout_keep_alive=args.keep_alive,
+            root_path=args.root_path,
+            log_config=None,
+            access_log=False,  # `RequestLogMiddleware` logs requests
+        )
         server.run([listener])
     if startup.is_making:
         # A signal arrived while the model was loading, so no request has been accepted. Exit with
@@ -95,6 +104,47 @@ def _serve(args: argparse.Namespace) -> None:
         sys.stderr.flush()
         os._exit(0)
     startup.check()
+    if startup.has_failed_engine:
+        # Tell systemd, Docker and Kubernetes to start a new process. The log has the exception. A
+        # normal exit might wait forever for a device that is lost.
+        os._exit(1)
+
+
+def _fit_open_files(limits: Limits) -> Limits:
+    """Raise the number of files that this process may open, so that all connections fit.
+
+    If the system does not allow so many files, return limits with fewer connections: otherwise the
+    system would reset new connections, also those of probes.
+    """
+    if resource is None:  # Windows has no such limit
+        return limits
+    wanted = limits.max_connections + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if _is_below(soft, wanted):
+        raised = hard if _is_below(hard, wanted) else wanted
+        # macOS refuses some values that are below the hard limit.
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+            soft = raised
+    if not _is_below(soft, wanted):
+        return limits
+    # If hardly any files are allowed, leave half of them to connections.
+    most = max(soft - _OTHER_FILES, soft // 2)
+    _logger.warning(
+        "--max-connections must be at most %d, because this process may open %d files, got %d. "
+        "Continuing with %d. Raise the limit, for example with ulimit -n %d.",
+        most,
+        soft,
+        limits.max_connections,
+        most,
+        wanted,
+    )
+    return dataclasses.replace(limits, max_connections=most)
+
+
+def _is_below(limit: int, number: int) -> bool:
+    assert resource is not None
+    return limit != resource.RLIM_INFINITY and limit < number
 
 
 def _make_service(
@@ -155,7 +205,8 @@ def _summary(engine: Engine, name: str, seconds: float) -> str:
     return (
         f"ready: {name} in {engine.weight_dtype}, {weights}, on {kind} | "
         f"{engine.num_blocks} blocks of {engine.block_size} tokens in {pool.dtype}, {blocks} "
-        f"| {engine.max_num_seqs} slots of {engine.max_model_len} tokens | {seconds:.1f} s, "
+        f"({engine.pool_limit}) | "
+        f"{engine.max_num_seqs} slots of {engine.max_model_len} tokens | {seconds:.1f} s, "
         f"{engine.stats.compile_seconds:.1f} s of them compiling"
     )
 
@@ -261,9 +312,8 @@ def _add_client_arguments(server: argparse._ArgumentGroup) -> None:
         type=float,
         default=15.0,
         metavar="SECONDS",
-        help="seconds without events after which a stream sends a ping, so that proxies keep the "
-        "connection open; the first ping is sent after at most a second; 0 for no pings; "
-        "default: 15",
+        help="seconds without events after which a stream sends a ping, so that proxies and "
+        "clients keep the connection open; 0 for no pings; default: 15",
     )
     server.add_argument(
         "--uds",

@@ -25,7 +25,7 @@ from platformdirs import user_cache_path
 from tests.support import ROOT
 
 if TYPE_CHECKING:
-    from paged_jax.models.llama import Llama
+    from paged_jax.models.decoder import Decoder
 
 # The plugins that measure costs and decide what fails, and their tests.
 pytest_plugins = ["tests.support.durations", "tests.support.verdicts", "pytester"]
@@ -240,11 +240,11 @@ def tiny_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tiny_folder) -> "Llama":
+def tiny_model(tiny_folder) -> "Decoder":
     """Return the shared tiny model. A test that changes its weights loads its own."""
-    from paged_jax.models.llama import Llama
+    from paged_jax.models.decoder import Decoder
 
-    return Llama.from_pretrained(tiny_folder)
+    return Decoder.from_pretrained(tiny_folder)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ CALLS = [
     ("PagedCache.create", {"page_size": 4}, "block_size"),
     ("BlockPool.create", {"num_pages": 4}, "num_blocks"),
     ("BlockTables.create", {"max_pages_per_seq": 4}, "max_blocks_per_slot"),
-    ("Llama.from_pretrained", {"torch_dtype": "float32"}, "dtype"),
+    ("Decoder.from_pretrained", {"torch_dtype": "float32"}, "dtype"),
     ("Tokenizer.from_folder", {"path": "x"}, "folder"),
     ("LLM", {"tensor_parallel": 2}, "tensor_parallel_size"),
     ("Engine", {"max_batch_size": 2}, "max_num_seqs"),
@@ -67,6 +67,7 @@ def test_public_functions_and_classes_reject_unknown_arguments(name) -> None:
     made = getattr(paged_jax, name)
     returned = {"CompletionOutput", "Explanation", "Logprob", "PreemptionNote", "RequestMetrics"}
     returned |= {"RequestOutput", "Wait", "Rollout", "BeamSearchOutput", "BeamSearchSequence"}
+    returned |= {"JoinedSequences", "TokenScores"}
     returned |= {"EngineStats", "Heads", "StructuredOutputError"}
     # Abstract classes, and classes that users create with class methods or not at all.
     returned |= {
@@ -75,6 +76,7 @@ def test_public_functions_and_classes_reject_unknown_arguments(name) -> None:
         "BlockTables",
         "CacheGroup",
         "PagedCache",
+        "Decoder",
         "Llama",
         "Tokenizer",
     }

@@ -213,7 +213,12 @@ def test_generate_may_reuse_an_id(engine) -> None:
     assert len(run(engine, main)) == 12
 
 
-def test_step_that_fails_once_is_tried_again(engine, monkeypatch) -> None:
+def exceptions(caplog) -> list[type[BaseException]]:
+    """Return the types of the logged exceptions."""
+    return [record.exc_info[0] for record in caplog.records if record.exc_info]
+
+
+def test_step_that_fails_once_is_logged_and_tried_again(engine, monkeypatch, caplog) -> None:
     original, calls = engine.core.runner.decode, []
 
     def fail_once(*args, **kwargs):
@@ -228,11 +233,14 @@ def test_step_that_fails_once_is_tried_again(engine, monkeypatch) -> None:
     expected = run(engine, main)
     with monkeypatch.context() as patch:
         patch.setattr(engine.core.runner, "decode", fail_once)
+        num_failed = engine.stats.num_failed_steps
         assert run(engine, main) == expected
     assert len(calls) > 2
+    assert exceptions(caplog) == [MemoryError] and "attempt 1 of 3" in caplog.text
+    assert engine.stats.num_failed_steps == num_failed + 1
 
 
-def test_failure_reaches_every_task_and_the_engine_can_restart(engine, monkeypatch) -> None:
+def test_failure_reaches_every_task_and_the_engine_can_restart(engine, monkeypatch, caplog) -> None:
     async def main(engine):
         errors = await asyncio.gather(
             *[complete(engine, prompt) for prompt in PROMPTS[:2]], return_exceptions=True
@@ -249,6 +257,7 @@ def test_failure_reaches_every_task_and_the_engine_can_restart(engine, monkeypat
         for error in run(engine, main):
             assert isinstance(error, RuntimeError)
             assert isinstance(error.__cause__, MemoryError)
+    assert exceptions(caplog) == [MemoryError] * 3
 
     async def twice():
         asynchronous = AsyncEngine(engine)
@@ -265,8 +274,10 @@ def test_failure_of_the_device_ends_all_tasks(tiny_folder, monkeypatch) -> None:
     """The device state cannot be restored either."""
     engine = Engine(tiny_folder, **SIZES)
 
+    ends = []
+
     async def main():
-        async with AsyncEngine(engine) as asynchronous:
+        async with AsyncEngine(engine, on_failure=lambda: ends.append(1)) as asynchronous:
             tasks = [complete(asynchronous, prompt) for prompt in PROMPTS]
             return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
 
@@ -277,6 +288,7 @@ def test_failure_of_the_device_ends_all_tasks(tiny_folder, monkeypatch) -> None:
     monkeypatch.setattr(engine.core.runner, "reset", fail)
     errors = asyncio.run(main())
     assert [type(error) for error in errors] == [EngineClosedError] * len(PROMPTS)
+    assert ends == [1]
 
 
 def test_on_step_sees_each_step_and_each_abort(engine) -> None:

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from paged_jax.engine.memory_plan import DEVICES, MemoryPlan, collectives, make_plan, step_bound
-from paged_jax.models.config import LlamaConfig
+from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.plan import main
 from tests.support import ROOT
 from tests.support.decode_step import LLAMA_3_8B, LLAMA_3_70B, LLAMA_3_405B

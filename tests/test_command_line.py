@@ -3,13 +3,15 @@
 import argparse
 import dataclasses
 import importlib
+import os
 import re
 import subprocess
 import sys
 
 import pytest
+from jaxlib import xla_client
 
-from paged_jax import Engine, __main__, generate, plan, serve
+from paged_jax import Engine, __main__, command_line, generate, plan, serve
 from paged_jax.command_line import add_option_flags, engine_options, given_options
 from paged_jax.engine.config import NOT_NEGATIVE, EngineConfig, option, option_specs
 
@@ -202,3 +204,22 @@ def test_errors_name_flags_instead_of_functions(error, line, capsys) -> None:
 
     assert generate.make_parser().run(fail) == 1
     assert capsys.readouterr().err.endswith(f"generate: error: {line}\n")
+
+
+@pytest.mark.parametrize(
+    "name", [None, "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"]
+)
+def test_take_gpu_memory_respects_the_variables_of_xla(name, monkeypatch) -> None:
+    for each in command_line._GPU_MEMORY_VARIABLES:
+        monkeypatch.setenv(each, "")
+        monkeypatch.delenv(each)
+    if name is not None:
+        monkeypatch.setenv(name, "0.5")
+    command_line.take_gpu_memory()
+    expected = "0.9" if name is None else None
+    assert os.environ.get("XLA_CLIENT_MEM_FRACTION") == expected
+    # `jaxlib` reads the variable when it creates its client for GPUs.
+    options: dict = xla_client.generate_pjrt_gpu_plugin_options()
+    assert options.get("memory_fraction") == {None: 0.9, "XLA_PYTHON_CLIENT_MEM_FRACTION": 0.5}.get(
+        name
+    )

@@ -171,6 +171,23 @@ def test_lazy_packages_resolve_every_name(package: ModuleType) -> None:
         _ = package.unheard_of
 
 
+@pytest.mark.parametrize("package", [paged_jax, kernels], ids=lambda each: each.__name__)
+def test_errors_in_modules_of_lazy_names_are_shown(package: ModuleType, monkeypatch) -> None:
+    """A library of another version often lacks an attribute, which is no ImportError by itself."""
+
+    def fail(name: str) -> None:
+        raise AttributeError(f"module 'jax' has no attribute 'old', needed by {name}")
+
+    name = "paged_attention"
+    assert getattr(package, name)
+    monkeypatch.delitem(vars(package), name)
+    monkeypatch.setattr(importlib, "import_module", fail)
+    with pytest.raises(ImportError, match="has no attribute 'old', needed by paged_jax") as raised:
+        exec(f"from {package.__name__} import {name}")
+    assert isinstance(raised.value.__cause__, AttributeError)
+    assert "cannot import name" not in str(raised.value)
+
+
 def test_names_of_lazy_packages_survive_pickling_and_star_imports() -> None:
     importlib.import_module("paged_jax.rollouts")
     names: dict[str, object] = {}

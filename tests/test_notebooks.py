@@ -70,6 +70,17 @@ def test_grpo_notebook_learns(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.peers
 @pytest.mark.slow
+def test_exact_notebook_plots_no_divergence_for_exact_numerics(tmp_path, monkeypatch) -> None:
+    outputs = outputs_of(FOLDER / "exact.ipynb", tmp_path, monkeypatch)
+    lines = [line for line in text_of(outputs).splitlines() if "divergence" in line]
+    values = {line.split(":")[0]: float(line.split()[4].rstrip(",")) for line in lines}
+    assert values["float32 exact"] == values["bfloat16 exact"] == 0
+    assert 0 < values["float32 fast"] < values["bfloat16 fast"]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+@pytest.mark.peers
+@pytest.mark.slow
 def test_serving_notebook_streams_the_same_text_twice(tmp_path, monkeypatch) -> None:
     text = text_of(outputs_of(FOLDER / "serving.ipynb", tmp_path, monkeypatch))
     assert "vllm:generation_tokens_total" in text

@@ -132,7 +132,7 @@ def test_engine_runs_another_model(model) -> None:
     llm.update_params(other)
     assert generate(llm) == [greedy(other, prompt, 6) for prompt in PROMPTS]
     with pytest.raises(
-        ValueError, match="load_params: the engine's model must be a Llama, got Other"
+        ValueError, match="load_params: the engine's model must be a Decoder, got Other"
     ):
         llm.load_params(ROOT)
 
@@ -151,7 +151,7 @@ def test_engine_rejects_unsupported_modules(model) -> None:
     with pytest.raises(ValueError, match="a folder or a PagedModel, got a module of Linear"):
         LLM(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))  # type: ignore[arg-type]
     mesh = jax.make_mesh((1,), ("tp",))
-    with pytest.raises(ValueError, match="must be a Llama to be divided over devices, got Other"):
+    with pytest.raises(ValueError, match="must be a Decoder to be divided over devices, got Other"):
         LLM(model, mesh=mesh)
 
 

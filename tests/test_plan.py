@@ -13,7 +13,7 @@ from paged_jax.engine.engine import Engine
 from paged_jax.engine.footprint import block_bytes, record_bytes, weight_bytes
 from paged_jax.engine.memory_plan import make_plan
 from paged_jax.engine.pool_size import DeviceMemory
-from paged_jax.models.config import LlamaConfig
+from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.plan import main
 from paged_jax.runner.programs import list_calls
@@ -294,6 +294,48 @@ def test_memory_fraction_needs_a_device_that_reports_its_memory(monkeypatch) -> 
         Engine(random_llama(CONFIG), memory_fraction=0.5)
 
 
+# The pool of an engine without options
+
+
+def test_planner_and_engine_choose_the_same_pool(tiny_folder, capsys, monkeypatch) -> None:
+    """The default on CPUs decides: all slots could use more, and more would fit."""
+    monkeypatch.setattr(pool_size, "DEFAULT_CACHE_BYTES", 1 << 20)
+    engine = Engine(tiny_folder, block_size=4, max_num_seqs=2048)
+    held = engine.cache.nbytes
+    assert held <= 1 << 20 < held + held // engine.num_blocks
+    assert engine.pool_limit.startswith("1.00 MiB, the default on CPUs; set num_blocks or")
+    arguments = ("--model", str(tiny_folder), "--block-size", "4", "--max-num-seqs", "2048")
+    _, out, _ = run(capsys, *arguments, "--json")
+    plan = json.loads(out)
+    assert plan["num_engine_blocks"] == engine.num_blocks < plan["num_blocks"]
+    assert plan["engine_limit"] == engine.pool_limit
+    _, out, _ = run(capsys, *arguments)
+    assert f"An engine allocates {engine.num_blocks:,} blocks: {engine.pool_limit}." in out
+
+
+def test_help_has_the_rule_for_the_pool(capsys) -> None:
+    with pytest.raises(SystemExit):
+        generate.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    rule = "at most 85% of the memory that is free after loading the weights, and on CPUs in at"
+    assert f"{rule} most 1.00 GiB" in text
+
+
+def test_gpus_keep_a_part_of_the_memory_of_the_planned_device(capsys) -> None:
+    """A server takes 90% of a GPU, and its engine 85% of what the weights leave."""
+    arguments = ("--platform", "gpu", "--memory", "32MiB", "--json")
+    _, out, _ = run(capsys, *arguments)
+    plan = json.loads(out)
+    free = int(0.9 * (32 << 20)) - plan["weight_bytes"]
+    assert plan["num_engine_blocks"] == int(0.85 * free) // plan["block_bytes"]
+    assert plan["engine_limit"].startswith("85% of the memory that is free")
+    _, out, _ = run(capsys, *arguments, "--memory-fraction", "0.75")
+    part = json.loads(out)
+    assert part["memory_bytes"] == 24 << 20
+    assert part["num_engine_blocks"] == part["num_blocks"]
+    assert part["engine_limit"] == "all that memory_fraction 0.75 allows"
+
+
 # Host memory
 
 
@@ -375,7 +417,7 @@ def test_main_prints_the_plan(capsys) -> None:
     assert f"{plan.num_blocks:,} of 16 tokens in {plan.kv_dtype}" in out
     row = [64, plan.num_blocks // 4, plan.num_contiguous]
     assert [int(number) for number in out.split("ratio\n")[1].split()[:3]] == row
-    assert f"can use {plan.num_engine_blocks:,} blocks" in out
+    assert f"allocates {plan.num_engine_blocks:,} blocks: all that 16 slots of 512 tokens" in out
     assert plan.num_engine_blocks == 16 * 512 // 16 < plan.num_blocks
 
 

@@ -10,10 +10,11 @@ import pytest
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.footprint import Footprint, GroupFootprint, record_bytes
 from paged_jax.engine.memory_plan import MemoryPlan, make_plan
-from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_groups import HYBRID, RECURRENT
-from paged_jax.models.mixer_sizes import GatedDeltaNet, Mamba2
+from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.paged_model import create_cache
+from paged_jax.models.parts.delta_net import GatedDeltaNet
+from paged_jax.models.parts.state_space import Mamba2
 from paged_jax.models.tensor_parallel import shard_config
 from paged_jax.plan import as_dict, as_text
 from tests.support import ROOT

@@ -12,8 +12,9 @@ import pytest
 from flax import nnx
 
 from paged_jax import LLM
-from paged_jax.models.llama import Llama
-from paged_jax.rollouts import Rollout, rollout
+from paged_jax.kernels.rows import default_kv_dtype
+from paged_jax.models.decoder import Decoder
+from paged_jax.rollouts import Rollout, read_rows, rollout
 from paged_jax.runner import decode_state
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import decode_steps
@@ -30,7 +31,7 @@ RUN = jax.jit(rollout, static_argnames=("max_tokens", "stop_token_ids", "block_s
 
 
 @pytest.fixture(scope="module")
-def model() -> Llama:
+def model() -> Decoder:
     """Return a model with a single layer, because the tests compile many programs."""
     return random_llama(dataclasses.replace(CONFIG, num_hidden_layers=1), scale=0.4)
 
@@ -65,7 +66,7 @@ def test_rollout_equals_decode_steps(model) -> None:
     ]
     cache = model.create_cache(num_slots=B, max_length=16, num_blocks=16, block_size=4)
     slots = jnp.arange(B, dtype=jnp.int32)
-    _, cache, _ = jax.jit(Llama.prefill)(model, cache, PROMPTS, slots, NUM_TOKENS - 1)
+    _, cache, _ = jax.jit(Decoder.prefill)(model, cache, PROMPTS, slots, NUM_TOKENS - 1)
     state = DecodeState.create(cache, CONFIG.vocab_size)
     for row, params in enumerate(ways):
         assignment = Assignment(
@@ -87,7 +88,7 @@ def test_rollout_equals_decode_steps(model) -> None:
     np.testing.assert_array_equal(out.token_ids, tokens.token_ids[:N].T)
     np.testing.assert_allclose(out.logprobs, tokens.draws.logprobs[:N].T, atol=1e-5)
     assert not tokens.token_ids[N:].any() and not tokens.draws.logprobs[N:].any()
-    assert out.num_tokens.tolist() == [N] * B
+    assert out.num_drawn.tolist() == [N] * B
     assert len(set(out.token_ids[0].tolist())) > 1
 
 
@@ -95,7 +96,7 @@ def test_rollout_equals_decode_steps(model) -> None:
 def test_rollout_accepts_a_prompt_that_ends_with_a_stop_token(model) -> None:
     stop = int(PROMPTS[0][NUM_TOKENS[0] - 1])
     out = run(model, temperature=0.0, stop_token_ids=(stop,))
-    assert out.num_tokens[0] > 0
+    assert out.num_drawn[0] > 0
 
 
 @pytest.mark.slow
@@ -107,16 +108,16 @@ def test_rollout_ends_rows_at_their_stop_tokens(model) -> None:
     for row in range(B):
         ids = whole.token_ids[row].tolist()
         n = ids.index(stop) + 1 if stop in ids else N
-        assert int(out.num_tokens[row]) == n
+        assert int(out.num_drawn[row]) == n
         assert out.token_ids[row].tolist() == ids[:n] + [0] * (N - n)
         np.testing.assert_allclose(out.logprobs[row, :n], whole.logprobs[row, :n], atol=1e-5)
         assert not out.logprobs[row, n:].any()
-    assert int(out.num_tokens[0]) < N
+    assert int(out.num_drawn[0]) < N
 
     ending = nnx.clone(model)
     ending.config = dataclasses.replace(model.config, eos_token_ids=(stop, 99))
     by_default = run(ending, temperature=0.0, stop_token_ids=None)
-    assert by_default.num_tokens.tolist() == out.num_tokens.tolist()
+    assert by_default.num_drawn.tolist() == out.num_drawn.tolist()
     np.testing.assert_array_equal(by_default.token_ids, out.token_ids)
     # Only the given tokens stop a row.
     np.testing.assert_array_equal(run(ending, temperature=0.0).token_ids, whole.token_ids)
@@ -280,18 +281,18 @@ def test_samples_equal_rows_with_repeated_prompts(samples) -> None:
         each = samples(PROMPT, length, num_samples=1, times=3)
         np.testing.assert_array_equal(out.token_ids, each.token_ids)
         np.testing.assert_allclose(out.logprobs, each.logprobs, atol=1e-5)
-        assert out.num_tokens.tolist() == [N] * 3, "blocks sufficed"
+        assert out.num_drawn.tolist() == [N] * 3, "blocks sufficed"
         assert len(set(map(tuple, out.token_ids.tolist()))) == 3
 
 
 def test_samples_share_their_prompt(model, monkeypatch) -> None:
-    prefill, computed = Llama.prefill, []
+    prefill, computed = Decoder.prefill, []
 
     def note_and_prefill(model, cache, token_ids, *args, **options):
         computed.append(token_ids.shape)
         return prefill(model, cache, token_ids, *args, **options)
 
-    monkeypatch.setattr(Llama, "prefill", note_and_prefill)
+    monkeypatch.setattr(Decoder, "prefill", note_and_prefill)
 
     def num_blocks(num_samples: int, times: int) -> int:
         """Return the number of blocks in the pool for samples of two prompts."""
@@ -317,7 +318,90 @@ def test_samples_use_the_parameters_of_their_prompt(model) -> None:
     out = jax.eval_shape(
         lambda: rollout(model, PROMPTS, NUM_TOKENS, max_tokens=N, num_samples=4, **changes)
     )
-    assert out.token_ids.shape == out.logprobs.shape == (12, N) and out.num_tokens.shape == (12,)
+    assert out.token_ids.shape == out.logprobs.shape == (12, N) and out.num_drawn.shape == (12,)
+
+
+# Rows of tokens
+
+
+@pytest.mark.parametrize("as_type", [np.asarray, jnp.asarray])
+def test_rollout_joins_prompts_and_samples(as_type) -> None:
+    tokens, counts = as_type(np.arange(21, 33).reshape(4, 3)), as_type(np.array([3, 1, 0, 2]))
+    drawn = Rollout(tokens, as_type(np.zeros((4, 3))), counts)
+    prompts = as_type(np.array([[5, 6, 9], [7, 9, 9]]))
+    for given in ((prompts, as_type(np.array([2, 1]))), ([[5, 6], [7]],)):
+        joined = drawn.sequences(*given)
+        assert joined.token_ids.tolist() == [
+            [5, 6, 21, 22, 23, 0][: joined.token_ids.shape[1]],
+            [5, 6, 24, 0, 0, 0][: joined.token_ids.shape[1]],
+            [7, 0, 0, 0, 0, 0][: joined.token_ids.shape[1]],
+            [7, 30, 31, 0, 0, 0][: joined.token_ids.shape[1]],
+        ]
+        assert joined.num_tokens.tolist() == [5, 3, 1, 3]
+        assert [np.flatnonzero(row).tolist() for row in joined.mask] == [[2, 3, 4], [2], [], [1, 2]]
+    assert drawn.mask.tolist() == [
+        [True] * 3,
+        [True] + [False] * 2,
+        [False] * 3,
+        [True] * 2 + [False],
+    ]
+    assert isinstance(drawn.mask, type(tokens))
+    with pytest.raises(ValueError, match="each of the 3 prompts, got 4 rows"):
+        drawn.sequences([[5], [6], [7]])
+
+
+def test_rollout_names_how_it_was_drawn(model) -> None:
+    """Its names are static, so that it leaves `jit` and `scan`."""
+    half = random_llama(model.config, dtype=jnp.bfloat16)
+
+    def draw(model, **options):
+        return jax.eval_shape(lambda: rollout(model, PROMPTS, NUM_TOKENS, max_tokens=2, **options))
+
+    def kind(drawn):
+        return drawn.numerics, drawn.cache_dtype
+
+    assert kind(draw(model)) == ("fast", "float32")
+    assert kind(draw(half)) == ("fast", default_kv_dtype(jnp.bfloat16, "cpu").name)
+    assert kind(draw(half, cache_dtype=jnp.float32)) == ("fast", "float32")
+    assert kind(draw(model, numerics="exact", cache_dtype="int8")) == ("exact", "int8")
+    assert kind(draw(model.with_numerics("exact", "bfloat16"))) == ("exact", "bfloat16")
+    drawn = jax.tree.map(lambda x: x, draw(model, numerics="exact"))
+    assert kind(drawn) == ("exact", "float32")
+
+
+@pytest.mark.parametrize(
+    ("rows", "counts", "message"),
+    [
+        (PROMPTS, None, "f: counts must be given if rows is an array, got None"),
+        ([[1], [2, 3]], [1, 2], "f: rows must be an array, got rows of .* or leave out counts"),
+        ([1, 2], None, r"f: rows must be a list .* got an element with 0 dimensions. Pass \[row\]"),
+        ([[[1]]], None, "got an element with 2 dimensions"),
+    ],
+)
+def test_read_rows_rejects_invalid_rows(rows, counts, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_rows("f", "rows", rows, "counts", counts)
+
+
+def test_read_rows_pads_lists() -> None:
+    rows, counts = read_rows("f", "rows", [[3], np.array([4, 2, 1]), ()], "counts", None)
+    assert rows.tolist() == [[3, 0, 0], [4, 2, 1], [0, 0, 0]] and counts.tolist() == [1, 3, 0]
+    # Floats are not truncated: `check_prompts` rejects them.
+    assert read_rows("f", "rows", [[1], [0.5]], "counts", None)[0].dtype == np.float64
+    assert read_rows("f", "rows", [], "counts", None)[0].shape == (0, 0)
+
+
+def test_rollout_accepts_lists(model) -> None:
+    lists = [row[:n] for row, n in zip(PROMPTS.tolist(), NUM_TOKENS, strict=True)]
+    sizes = {"max_tokens": N, "block_size": 4, "stop_token_ids": ()}
+
+    def lowered(*prompts):
+        return jax.make_jaxpr(lambda: rollout(model, *prompts, **sizes))()
+
+    (of_lists, of_arrays) = (lowered(*given) for given in ((lists,), (PROMPTS, NUM_TOKENS)))
+    assert str(of_lists) == str(of_arrays)
+    for ours, theirs in zip(of_lists.consts, of_arrays.consts, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 # LLM.rollout
@@ -337,11 +421,11 @@ def test_llm_rollout_draws_the_same_tokens_as_rollout(tiny_model, llm) -> None:
     params = SamplingParams(n=4, max_tokens=N, seed=7, temperature=0.9, ignore_eos=True, logprobs=3)
     with jax.transfer_guard("disallow_explicit"):
         drawn = llm.rollout(PROMPTS, NUM_TOKENS, params)
-    for ours, theirs in zip(drawn, expected, strict=True):
+    for ours, theirs in zip(*map(jax.tree.leaves, (drawn, expected)), strict=True):
         assert isinstance(ours, np.ndarray) and ours.dtype == theirs.dtype
     np.testing.assert_array_equal(drawn.token_ids, expected.token_ids)
     np.testing.assert_allclose(drawn.logprobs, expected.logprobs, atol=1e-5)
-    np.testing.assert_array_equal(drawn.num_tokens, expected.num_tokens)
+    np.testing.assert_array_equal(drawn.num_drawn, expected.num_drawn)
     check_empty(llm)
     # Arrays on the device and parameters for each prompt are accepted too.
     some = llm.rollout(jnp.asarray(PROMPTS), jnp.asarray(NUM_TOKENS), [params] * B)
@@ -358,13 +442,25 @@ def test_llm_rollout_uses_the_parameters_of_each_row(llm) -> None:
     for row, bound in enumerate(bounds):
         ids = whole.token_ids[row].tolist()
         n = min(ids.index(stop) + 1 if stop in ids else N, bound)
-        assert out.num_tokens[row] == n
+        assert out.num_drawn[row] == n
         assert out.token_ids[row].tolist() == ids[:n] + [0] * (N - n)
         np.testing.assert_allclose(out.logprobs[row, :n], whole.logprobs[row, :n], atol=1e-5)
         assert not out.logprobs[row, n:].any()
+    lists = [row[:n].tolist() for row, n in zip(PROMPTS, NUM_TOKENS, strict=True)]
+    np.testing.assert_array_equal(llm.rollout(lists, None, ways).token_ids, out.token_ids)
+    assert (out.numerics, out.cache_dtype) == ("fast", "float32")
     # Without max_tokens, the result is as wide as the longest row.
     free = llm.rollout(PROMPTS, NUM_TOKENS, SamplingParams(**greedy, max_tokens=None))
-    assert free.token_ids.shape[1] == free.num_tokens.max() > 2
+    assert free.token_ids.shape[1] == free.num_drawn.max() > 2
+
+
+def test_llm_rollout_counts_rows_from_the_first_prompt(llm) -> None:
+    """Engines that divide a batch draw what a single engine draws for all of it."""
+    params = SamplingParams(n=2, max_tokens=N, seed=3, ignore_eos=True)
+    whole = llm.rollout(np.tile(PROMPTS, (2, 1)), np.tile(NUM_TOKENS, 2), params).token_ids
+    assert len(set(map(tuple, whole.tolist()))) == 4 * B
+    second = llm.rollout(PROMPTS, NUM_TOKENS, params, first_prompt=B).token_ids
+    np.testing.assert_array_equal(second, whole[2 * B :])
 
 
 def test_engine_can_sleep_between_rollouts(llm, tiny_model) -> None:
@@ -421,6 +517,7 @@ def live_bytes() -> int:
             {"prompt_token_ids": PROMPTS[:0], "num_tokens": NUM_TOKENS[:0]},
             "at least one row and one column",
         ),
+        ({"first_prompt": -2}, r"LLM\.rollout: first_prompt must be an integer >= 0, got -2"),
         (
             {"sampling_params": [SamplingParams()]},
             r"one value or a list with one value per prompt \(3\), got 1",
@@ -463,8 +560,8 @@ def test_rollout_allocates_blocks_for_windows_only(monkeypatch) -> None:
         made.append(create(self, **sizes))
         return made[-1]
 
-    create = Llama.create_cache
-    monkeypatch.setattr(Llama, "create_cache", create_cache)
+    create = Decoder.create_cache
+    monkeypatch.setattr(Decoder, "create_cache", create_cache)
     outs = []
     for most in (10**6, 5):
         monkeypatch.setattr(sys.modules[Rollout.__module__], "_MAX_TOKENS_PER_PASS", most)
@@ -472,10 +569,10 @@ def test_rollout_allocates_blocks_for_windows_only(monkeypatch) -> None:
             rollout, max_tokens=13, num_samples=2, block_size=4, stop_token_ids=(4, 20)
         )
         outs.append(jax.jit(run)(model, prompts, np.array([18, 7], np.int32)))
-    for got, want in zip(*outs, strict=True):
+    for got, want in zip(*map(jax.tree.leaves, outs), strict=True):
         np.testing.assert_array_equal(got, want)
-    assert outs[0].num_tokens.tolist() != [13] * 4, "a row that stops before others"
-    assert outs[0].num_tokens.max() == 13
+    assert outs[0].num_drawn.tolist() != [13] * 4, "a row that stops before others"
+    assert outs[0].num_drawn.max() == 13
     one, many = ([group.num_blocks for group in cache.groups] for cache in made)
     # In each of the 4 rows, a window of 6 tokens needs 3 blocks of 4, and 4 more tokens 1 block.
     assert many[-1] == 4 * 4 < one[-1]

@@ -14,8 +14,8 @@ import pytest
 from flax import nnx
 from tokenizers import Tokenizer
 
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.llama import Llama
+from paged_jax.models.decoder import Decoder
+from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading.huggingface import load_weights
 from paged_jax.models.model_folder import read_json
 from tests.support import ROOT
@@ -125,13 +125,13 @@ def test_main_exports_a_trained_model_that_loads(data, exported):
     assert config.bos_token_id == generation["bos_token_id"] == tokenizer.token_to_id("<s>")
     assert config.eos_token_ids == (tokenizer.token_to_id("</s>"),)
 
-    assert load_weights(Llama, exported, config).embed_tokens[...].dtype == jnp.bfloat16
+    assert load_weights(Decoder, exported, config).embed_tokens[...].dtype == jnp.bfloat16
     args = train.parse_args(_arguments(data, exported))
     parts = [train.split(text, args.held_out_fraction) for text in train.read_texts(data)]
     corpus = train.build_corpus(tokenizer, parts)
     graphdef, initial = nnx.split(train.build_model(args))
     evaluate = train.make_evaluate(graphdef, corpus, args)
-    trained = nnx.state(load_weights(Llama, exported, config, dtype="float32"))
+    trained = nnx.state(load_weights(Decoder, exported, config, dtype="float32"))
     assert evaluate(trained) < evaluate(initial) - 0.1
 
 

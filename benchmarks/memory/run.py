@@ -21,7 +21,7 @@ from benchmarks.common.figures import add_outputs, plotter
 from benchmarks.memory import allocator as allocator
 from benchmarks.memory import sharing as sharing
 from benchmarks.memory.report import Report, all_lines, goal_lines, plot
-from paged_jax.models.llama import Llama
+from paged_jax.models.decoder import Decoder
 
 
 class Sizes(NamedTuple):
@@ -70,7 +70,7 @@ QUICK = Sizes(
 )
 
 
-def run(sizes: Sizes, model: Llama, seed: int) -> Report:
+def run(sizes: Sizes, model: Decoder, seed: int) -> Report:
     """Measure everything, and return the report without its goals."""
     max_length = min(sizes.max_length, model.config.max_position_embeddings)
     requests = sharing.draw_requests(sizes.num_requests, max_length, seed)
@@ -114,9 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def load_model() -> Llama:
+def load_model() -> Decoder:
     """Load the bundled model in float32, which is the fastest dtype on CPUs."""
-    return Llama.from_pretrained(dtype="float32")
+    return Decoder.from_pretrained(dtype="float32")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from benchmarks.common.shapes import SHAPES
 from paged_jax.engine import footprint
 from paged_jax.engine.pool_size import resolve_kv_dtype
-from paged_jax.models.config import LlamaConfig
+from paged_jax.models.config import ModelConfig
+from paged_jax.models.llama_config import LlamaConfig
 
 # Number of tokens of a prompt chunk.
 CHUNK = 2048
@@ -16,7 +17,7 @@ CHUNK = 2048
 MAX_MODEL_LEN = 8192
 BLOCK_SIZE = 16
 
-MODELS: dict[str, LlamaConfig] = {
+MODELS: dict[str, ModelConfig] = {
     # Two layers of stories15M, for a run of seconds.
     "quick": LlamaConfig.from_dict({**SHAPES["15M"], "num_hidden_layers": 2}),
     # SmolLM2.
@@ -71,7 +72,7 @@ class Case:
     kv_dtype: str = "auto"
 
     @property
-    def config(self) -> LlamaConfig:
+    def config(self) -> ModelConfig:
         """Configuration of the model."""
         return MODELS[self.model]
 

@@ -22,10 +22,10 @@ from benchmarks.step.cases import BLOCK_SIZE, MAX_MODEL_LEN, Case
 from paged_jax.cache import paged_cache
 from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.engine import footprint
-from paged_jax.engine.pool_size import choose_num_blocks, resolve_kv_dtype
+from paged_jax.engine.pool_size import choose_pool_size, device_memory, resolve_kv_dtype
 from paged_jax.kernels import norm_rope, triton
 from paged_jax.kernels.pool_format import QUANTISED
-from paged_jax.models.llama import Llama
+from paged_jax.models.decoder import Decoder
 from paged_jax.models.loading.parameters import ModelSpec
 from paged_jax.models.matrix_formats import MatrixFormats
 from paged_jax.runner.compiler import COMPILER_OPTIONS
@@ -61,7 +61,7 @@ class Variant(NamedTuple):
       is_apart: whether XLA rotates queries and keys, and another kernel writes them.
       steps_per_dispatch: number of decode steps per dispatch.
       sampling: sampling parameters.
-      is_bare: whether to run only `Llama.decode`, jitted with its cache donated: no loop, no
+      is_bare: whether to run only `Decoder.decode`, jitted with its cache donated: no loop, no
         sampling.
       is_for: whether the variant applies to a case, on a platform.
       is_hazardous: whether the variant may hang the device or crash the process. It runs only if
@@ -123,7 +123,7 @@ VARIANTS: dict[str, Variant] = {
 """The default settings of the engine and the variants, by name."""
 
 
-def random_model(case: Case) -> Llama:
+def random_model(case: Case) -> Decoder:
     """Create a model with random weights on the default device."""
     key = jax.random.key(0)
 
@@ -134,8 +134,8 @@ def random_model(case: Case) -> Llama:
         key, own = jax.random.split(key)
         return _normal(own, shape, case.dtype, shape[-1] ** -0.5)
 
-    is_tpu = jax.default_backend() == "tpu"  # like `Llama.from_pretrained`
-    return ModelSpec(Llama, case.config, case.dtype, scan_layers=is_tpu).build(make)
+    is_tpu = jax.default_backend() == "tpu"  # like `Decoder.from_pretrained`
+    return ModelSpec(Decoder, case.config, case.dtype, scan_layers=is_tpu).build(make)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -152,7 +152,7 @@ class Bench:
       steps_per_turn: number of decode steps of a turn, a multiple of `STEPS_PER_DISPATCH`.
     """
 
-    def __init__(self, case: Case, model: Llama, steps_per_turn: int):
+    def __init__(self, case: Case, model: Decoder, steps_per_turn: int):
         self.case = case
         self.steps_per_turn = steps_per_turn
         self.num_slots = _NUM_CHUNKS if case.chunk else case.batch
@@ -196,8 +196,11 @@ class Bench:
             kv_dtype=kv_dtype,
             platform=self._platform,
         )
-        device = jax.devices()[0]
-        return choose_num_blocks(device, sizes, needs, memory_fraction=_MEMORY_FRACTION)
+        memory = device_memory(jax.devices()[0])
+        pool = choose_pool_size(
+            self._platform, memory, sizes, needs, memory_fraction=_MEMORY_FRACTION
+        )
+        return pool.num_blocks
 
     def _fill(self) -> None:
         """Write random K and V for the tokens of each slot, in blocks scattered over the pool."""

@@ -17,7 +17,6 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import serialization
 from jax.typing import ArrayLike
 
 from paged_jax.arguments import check_positive
@@ -26,6 +25,7 @@ from paged_jax.cache.blocks import BlockTables
 from paged_jax.cache.groups import CacheGroup, StateGroup, StatePools, find_layer, locate
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.cache.sequence_blocks import first_kept_column
+from paged_jax.flax_versions import check_installed_flax
 from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.opaque_call import take_or_fill, without_index_checks
 from paged_jax.kernels.rows import set_rows
@@ -268,6 +268,9 @@ def _check_layer(function: str, layer: int | jax.Array, num_layers: int) -> None
 
 def register_caches() -> None:
     """Register the classes of caches and block tables with `flax.serialization`."""
+    check_installed_flax()  # before Flax is imported
+    from flax import serialization
+
     for kind in (BlockPool, BlockTables, CacheGroup, PagedCache):
         serialization.register_serialization_state(
             kind, _to_state_dict, _from_state_dict, override=True
@@ -275,6 +278,8 @@ def register_caches() -> None:
 
 
 def _to_state_dict(cache: Any) -> dict[str, Any]:
+    from flax import serialization
+
     return {
         field.name: serialization.to_state_dict(getattr(cache, field.name))
         for field in fields(cache)
@@ -290,6 +295,8 @@ def _from_state_dict(target: Any, state: dict[str, Any]) -> Any:
             f"{name}: the state must have the fields {sorted(expected)}, got {sorted(state)}. "
             f"Restore a state that was saved from a {name}."
         )
+    from flax import serialization
+
     static = {field.name for field in fields(target) if field.metadata.get("static")}
     for each in static:
         value = serialization.to_state_dict(getattr(target, each))
@@ -316,6 +323,8 @@ def _restored(name: str, target: Any, state: Any) -> Any:
         fields = target._asdict().items()
         return Pools(*(_restored(f"{name}.{each}", old, state[each]) for each, old in fields))
     if not isinstance(target, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        from flax import serialization
+
         return serialization.from_state_dict(target, state)
     if (target.shape, target.dtype) != (state.shape, state.dtype):
         raise ValueError(

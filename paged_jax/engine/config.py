@@ -16,12 +16,12 @@ from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar, ge
 from jax.sharding import Mesh
 
 from paged_jax.arguments import ArgumentError, check_positive, is_int, is_real, refuse_unknown
-from paged_jax.engine.pool_size import KV_DTYPES
+from paged_jax.engine.pool_size import DEFAULT_RULE, KV_DTYPES
 from paged_jax.engine.request_factory import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from paged_jax.formatting import short_repr
 from paged_jax.kernels import BACKENDS
 from paged_jax.kernels.linear import attends_to_tiles
-from paged_jax.models.config import LlamaConfig
+from paged_jax.models.config import ModelConfig
 from paged_jax.models.loading.parameters import DTYPES
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.text.tokenizer import Tokenizer
@@ -145,6 +145,13 @@ class EngineConfig:
         vllm="kv_cache_dtype",
         decides_memory=True,
     )
+    numerics: str = option(
+        "fast",
+        "fast, or exact: the log-probabilities of sampled tokens have the bits that log_probs, "
+        "rollout and llm.model compute for the same tokens, whatever the batch; on CPUs",
+        bounds=one_of("fast", "exact"),
+        vllm=None,
+    )
     int8_activations: bool = option(
         False,
         "round the inputs of int8, 5-bit and 4-bit matrices to int8 too, on CPUs with AVX512-VNNI; "
@@ -156,7 +163,7 @@ class EngineConfig:
     num_blocks: int | None = option(
         None,
         "blocks in the pool",
-        default_help="as many as the batch can use and the free memory holds",
+        default_help=DEFAULT_RULE,
         bounds=POSITIVE,
         vllm="num_gpu_blocks_override",
     )
@@ -297,6 +304,8 @@ class EngineConfig:
                 f"{self.num_blocks}. Give one of them.",
                 "memory_fraction",
             )
+        if self.numerics == "exact":
+            self._check_exact()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ArgumentError(
                 "Engine",
@@ -305,10 +314,25 @@ class EngineConfig:
                 "max_num_batched_tokens",
             )
 
+    def _check_exact(self) -> None:
+        """Check that no other option prevents exact numerics."""
+        conflicts = {
+            "int8_activations": self.int8_activations,
+            "cascade_attention": self.cascade_attention,
+            "backend": self.backend not in (None, "cpu", "xla"),
+            "tensor_parallel_size": self.tensor_parallel_size > 1,
+            "mesh": self.mesh is not None,
+        }
+        for name, is_conflict in conflicts.items():
+            if is_conflict:
+                value = getattr(self, name)
+                rule = f"must be 'fast' with {name}={value!r}, got 'exact'."
+                raise ArgumentError("Engine", rule, "numerics")
+
     def program_sizes(
         self,
         function: str,
-        model_config: LlamaConfig,
+        model_config: ModelConfig,
         *,
         platform: str,
         num_eos_token_ids: int,
@@ -354,7 +378,7 @@ class EngineConfig:
             num_states=num_states,
         )
 
-    def uses_cascade(self, model_config: LlamaConfig, platform: str) -> bool:
+    def uses_cascade(self, model_config: ModelConfig, platform: str) -> bool:
         """Return whether decoding uses cascade attention.
 
         With cascade attention, a step reads a block once, not once per sequence, if all sequences
@@ -373,6 +397,8 @@ class EngineConfig:
             raise ValueError(
                 "Engine: cascade_attention must be False if all layers have a sliding window."
             )
+        if self.numerics == "exact":
+            return False
         if self.cascade_attention is None:
             return platform == "cpu" and self.enable_prefix_caching and not has_window
         return self.cascade_attention

@@ -23,11 +23,12 @@ import jax
 
 from paged_jax.arguments import ArgumentError
 from paged_jax.cache.blocks.state_tables import state_interval
+from paged_jax.engine import pool_size
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.drafts import Drafter
 from paged_jax.engine.footprint import Footprint, footprint
 from paged_jax.engine.loaded_model import LoadedModel
-from paged_jax.engine.pool_size import choose_num_blocks, resolve_kv_dtype
+from paged_jax.engine.pool_size import resolve_kv_dtype
 from paged_jax.engine.postprocess import Postprocessor
 from paged_jax.engine.request_factory import RequestFactory
 from paged_jax.engine.requests import ChangeGuard, RequestTable, own_transfers
@@ -79,6 +80,7 @@ class EngineCore:
       runner: runs the programs of the executor on sequences.
       scheduler: chooses the sequences of each step.
       num_blocks: P, number of blocks in the pool of the first group of layers.
+      pool_limit: what decided `num_blocks`, as a text.
       group_sizes: number of blocks in the pool of each group of layers.
       max_length: maximum number of tokens of a sequence, limited by the context and the pool.
       channel: sends messages to the other processes; None if this process has all devices.
@@ -128,30 +130,31 @@ class EngineCore:
             platform=device.platform,
             shard=weights.device_config,
         )
-        num_blocks = choose_num_blocks(
-            device,
+        pool = pool_size.choose_pool_size(
+            device.platform,
+            pool_size.device_memory(device),
             sizes,
             memory,
             num_blocks=options.num_blocks,
             memory_fraction=options.memory_fraction,
         )
         channel = channel_between(weights.arrays[0].devices())
-        if channel is not None:
-            num_blocks = least_of_processes(num_blocks)
+        if channel is not None and (least := least_of_processes(pool.num_blocks)) < pool.num_blocks:
+            pool = pool_size.PoolSize(least, "the limit of another process")
         make = Executor
         if channel is not None and jax.process_index() == 0:
             make = functools.partial(LeadingExecutor, channel=channel)
         executor = make(
             weights,
             sizes,
-            num_blocks,
+            pool.num_blocks,
             cache_dtype=cache_dtype,
             cascade=options.uses_cascade(loaded.config, device.platform),
             backend=_layer_backend(options, model, device.platform),
             on_compile=options.on_compile,
             first_programs=first_programs,
         )
-        return cls(options, loaded, executor, memory, channel)
+        return cls(options, loaded, executor, memory, channel, pool.limit)
 
     def __init__(
         self,
@@ -160,6 +163,7 @@ class EngineCore:
         executor: Executor,
         memory: Footprint,
         channel: Channel | None,
+        pool_limit: str,
     ):
         self.options = options
         self.loaded = loaded
@@ -170,6 +174,7 @@ class EngineCore:
             executor, loaded.eos_token_ids, loaded.token_bias, interval
         )
         self.num_blocks = executor.num_blocks
+        self.pool_limit = pool_limit
         self.group_sizes = memory.group_sizes(self.num_blocks)
         self.channel = channel
         self.is_leader = channel is None or jax.process_index() == 0
@@ -243,32 +248,14 @@ class EngineCore:
           RuntimeError: another call is changing the state of the engine at the moment.
         """
         self.sleep.check_awake("step")
-        clock = self.clock
         trace = jax.profiler.StepTraceAnnotation("engine step", step_num=self.stats.num_steps)
         with self.guard.change(), trace:
-            clock.start_step()
-            pending, self._ahead = self._ahead, None
-            if pending is None:
-                pending = self._schedule()
-            plan = pending.plan
-            with clock.scheduling:
-                next_plan = self.scheduler.lookahead.next_plan(plan, time.perf_counter())
-            with clock.running:
-                if next_plan is not None:
-                    self._ahead = self._queue(next_plan)
-                tokens = self._read(pending)
-            if tokens is not None:
-                self.mask_clock.note_read(plan, int(tokens.num_steps))
-            if tokens is not None and not tokens.ok:
-                # The step needed more free blocks than there were. Plan no step ahead, so that the
-                # scheduler can preempt sequences.
-                self.scheduler.lookahead.close()
-            with clock.postprocessing:
-                self.block_meter.count_step(plan, tokens)
-                touched = self.postprocessor.postprocess(plan, tokens)
-            clock.count_step(plan, tokens, is_ahead=self.is_ahead)
-            self._drop_ended()
-        clock.update_costs(self.scheduler)
+            try:
+                touched = self._run_step()
+            except Exception:
+                self.stats.num_failed_steps += 1
+                raise
+        self.clock.update_costs(self.scheduler)
         ended = self.requests.ended
         try:
             self.requests.ended = []
@@ -276,6 +263,33 @@ class EngineCore:
         except BaseException:
             self.requests.ended = ended
             raise
+
+    def _run_step(self) -> list[Request]:
+        """Run one step, and return the requests that got tokens or ended in it."""
+        clock = self.clock
+        clock.start_step()
+        pending, self._ahead = self._ahead, None
+        if pending is None:
+            pending = self._schedule()
+        plan = pending.plan
+        with clock.scheduling:
+            next_plan = self.scheduler.lookahead.next_plan(plan, time.perf_counter())
+        with clock.running:
+            if next_plan is not None:
+                self._ahead = self._queue(next_plan)
+            tokens = self._read(pending)
+        if tokens is not None:
+            self.mask_clock.note_read(plan, int(tokens.num_steps))
+        if tokens is not None and not tokens.ok:
+            # The step needed more free blocks than there were. Plan no step ahead, so that the
+            # scheduler can preempt sequences.
+            self.scheduler.lookahead.close()
+        with clock.postprocessing:
+            self.block_meter.count_step(plan, tokens)
+            touched = self.postprocessor.postprocess(plan, tokens)
+        clock.count_step(plan, tokens, is_ahead=self.is_ahead)
+        self._drop_ended()
+        return touched
 
     def _schedule(self) -> PendingStep:
         """Plan the next step after the tokens of all earlier steps are known, and queue it."""

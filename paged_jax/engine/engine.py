@@ -18,7 +18,7 @@ from paged_jax.engine.request_factory import Prompt
 from paged_jax.engine.requests import Delivery, own_transfers
 from paged_jax.engine.stats import GroupUse
 from paged_jax.engine.weight_swap import TAGS, load_weights_for
-from paged_jax.models.llama import Llama
+from paged_jax.models.decoder import Decoder
 from paged_jax.models.loading.conversion import NameMap
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.monitoring import Status
@@ -44,6 +44,7 @@ class Engine:
       eos_token_ids: ids of the end-of-sequence tokens.
       token_bias: biases that are added to the logits of every request.
       num_blocks: P, number of blocks in the pool of the first group of layers.
+      pool_limit: what decided `num_blocks`: the slots, an option or the memory, as a text.
       block_size, max_num_seqs, enable_prefix_caching: see `EngineConfig`.
       max_model_len: maximum number of tokens in a sequence, prompt included.
       max_length: `max_model_len`, or fewer tokens if the pool has no room for them.
@@ -72,6 +73,7 @@ class Engine:
         self.token_bias = core.loaded.token_bias
         self.block_size = config.block_size
         self.num_blocks = core.num_blocks
+        self.pool_limit = core.pool_limit
         self.max_num_seqs = config.max_num_seqs
         self.max_model_len = core.executor.sizes.max_model_len
         self.max_length = core.max_length
@@ -282,11 +284,11 @@ class Engine:
 
     # Weights and sleep
 
-    def update_params(self, params: Llama | Any, *, mapping: NameMap | None = None) -> None:
+    def update_params(self, params: Decoder | Any, *, mapping: NameMap | None = None) -> None:
         """Replace the weights, for example after a training step.
 
         Usually, a compiled program copies the new weights into the memory of the old weights, which
-        deletes the old arrays. Arrays of a `Llama` that was passed to the constructor are not
+        deletes the old arrays. Arrays of a `Decoder` that was passed to the constructor are not
         deleted, so their replacement needs additional memory. The prefix cache is emptied.
         Unfinished requests keep their tokens, and their K and V are computed again.
 
@@ -295,10 +297,11 @@ class Engine:
         as after ``sleep(2)``.
 
         Args:
-          params: without `mapping`, a `Llama` with the structure and shapes of the engine's model,
-            its ``nnx.state``, or a list of the leaves of that state in order. With `mapping`, the
-            parameters of another implementation of the same model: a module, its state, or a tree
-            of arrays. Arrays are converted to the devices, dtypes and shardings of the old weights.
+          params: without `mapping`, a `Decoder` with the structure and shapes of the engine's
+            model, its ``nnx.state``, or a list of the leaves of that state in order. With
+            `mapping`, the parameters of another implementation of the same model: a module, its
+            state, or a tree of arrays. Arrays are converted to the devices, dtypes and shardings of
+            the old weights.
           mapping: maps the dotted path of each array in `params` to its Hugging Face name, such as
             ``{"layers.*.norm": "model.layers.*.input_layernorm.weight"}``. A ``*`` stands for a
             layer number; if only the Hugging Face name has a ``*``, the array contains all layers,
@@ -311,8 +314,10 @@ class Engine:
 
         Example:
           >>> import jax.numpy as jnp
+          >>> from paged_jax.models.parts.mlp import Dense
           >>> engine = Engine(max_num_seqs=2)
-          >>> kernel = jnp.zeros((5, engine.config.hidden_size, engine.config.intermediate_size))
+          >>> features = engine.config.layers[0].get(Dense).features
+          >>> kernel = jnp.zeros((5, engine.config.hidden_size, features))
           >>> engine.update_params({"layers": {"gate": kernel}}, mapping={
           ...     "layers.gate": ("model.layers.*.mlp.gate_proj.weight", (0, 2, 1))})
           Traceback (most recent call last):
@@ -323,7 +328,7 @@ class Engine:
         self.core.replace_weights(self.core.weight_swap.prepare(params, mapping))
 
     @own_transfers()
-    def load_params(self, folder: str | Path) -> Llama:
+    def load_params(self, folder: str | Path) -> Decoder:
         """Load weights into host memory, for `update_params`. Any thread may call this.
 
         Args:
@@ -359,7 +364,7 @@ class Engine:
 
         Args:
           level: 1 keeps the weights in host memory. 2 discards them; then `update_params` must set
-            new weights. Arrays of a `Llama` that was passed to the constructor are not freed.
+            new weights. Arrays of a `Decoder` that was passed to the constructor are not freed.
 
         Raises:
           ValueError: the level is neither 1 nor 2.

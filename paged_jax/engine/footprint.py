@@ -69,9 +69,9 @@ from paged_jax.kernels.linear import copies_weights
 from paged_jax.kernels.pool_format import is_quantised, padded_state_shape, query_dtype
 from paged_jax.kernels.rows import sets_rows_in_place
 from paged_jax.kernels.weight_formats import FLOAT_CODES
-from paged_jax.models.config import LlamaConfig
+from paged_jax.models.config import ModelConfig
+from paged_jax.models.decoder import Decoder
 from paged_jax.models.layer_groups import LayerGroup, StateShape
-from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import ModelSpec
 from paged_jax.models.matrix_formats import MatrixFormats
 from paged_jax.models.tensor_parallel import DeviceShard
@@ -257,14 +257,14 @@ class Footprint(NamedTuple):
 
 
 def footprint(
-    config: LlamaConfig,
+    config: ModelConfig,
     sizes: Sizes,
     *,
     weights: int,
     formats: MatrixFormats,
     kv_dtype: DTypeLike,
     platform: str,
-    shard: LlamaConfig | None = None,
+    shard: ModelConfig | None = None,
 ) -> Footprint:
     """Compute the memory that an engine uses on each of its devices.
 
@@ -279,6 +279,7 @@ def footprint(
         a single device.
 
     Example:
+      >>> from paged_jax import LlamaConfig
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=172,
       ...                      num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4)
       >>> sizes = Sizes(block_size=16, num_slots=4, max_model_len=512, max_chunk=128,
@@ -313,7 +314,7 @@ def footprint(
     )
 
 
-def _layer_states(config: LlamaConfig, kv_dtype: DTypeLike, platform: str) -> list[int]:
+def _layer_states(config: ModelConfig, kv_dtype: DTypeLike, platform: str) -> list[int]:
     """Return, for each recurrent layer, the bytes of a single sequence's state."""
     other = query_dtype(kv_dtype)
 
@@ -327,7 +328,7 @@ def _layer_states(config: LlamaConfig, kv_dtype: DTypeLike, platform: str) -> li
 
 
 def _group_footprints(
-    config: LlamaConfig, sizes: Sizes, kv_dtype: DTypeLike, platform: str
+    config: ModelConfig, sizes: Sizes, kv_dtype: DTypeLike, platform: str
 ) -> tuple[GroupFootprint, ...]:
     groups, block_size = [], sizes.block_size
     for group in config.layer_groups:
@@ -346,7 +347,7 @@ def _group_footprints(
 
 
 def weight_layout(
-    config: LlamaConfig,
+    config: ModelConfig,
     dtype: DTypeLike,
     num_devices: int = 1,
     formats: MatrixFormats | None = None,
@@ -362,13 +363,13 @@ def weight_layout(
     shard = DeviceShard("", config.vocab_size, num_devices) if num_devices > 1 else None
     # Stack the layers if the model allows it, because JAX then traces one layer instead of all L
     # layers.
-    model_class = functools.partial(Llama, shard=shard)
+    model_class = functools.partial(Decoder, shard=shard)
     scan_layers = config.can_scan_layers
     return ModelSpec(model_class, config, dtype, scan_layers, formats=formats).parameters()
 
 
 def weight_bytes(
-    config: LlamaConfig,
+    config: ModelConfig,
     dtype: DTypeLike,
     num_devices: int = 1,
     formats: MatrixFormats | None = None,
@@ -378,14 +379,14 @@ def weight_bytes(
     return sum(x.size * x.dtype.itemsize for x in layout.values())
 
 
-def num_parameters(config: LlamaConfig) -> int:
+def num_parameters(config: ModelConfig) -> int:
     """Return the number of parameters of a model; tied parameters count once."""
-    parameters = ModelSpec(Llama, config, config.dtype, config.can_scan_layers).parameters()
+    parameters = ModelSpec(Decoder, config, config.dtype, config.can_scan_layers).parameters()
     return sum(x.size for x in parameters.values())
 
 
 def block_bytes(
-    config: LlamaConfig,
+    config: ModelConfig,
     block_size: int,
     kv_dtype: DTypeLike,
     platform: str,
@@ -396,6 +397,7 @@ def block_bytes(
     The block is counted in the layers of `groups`, or in all layers if it is None.
 
     Example:
+      >>> from paged_jax import LlamaConfig
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=172,
       ...                      num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4)
       >>> block_bytes(config, 16, "float32", "cpu"), block_bytes(config, 16, "int8", "cpu")
@@ -443,7 +445,7 @@ def state_bytes(vocab_size: int, sizes: Sizes, windows: Sequence[int | None] = (
 
 
 def _step_bytes(
-    config: LlamaConfig, vocab_size: int, sizes: Sizes, block: int, platform: str
+    config: ModelConfig, vocab_size: int, sizes: Sizes, block: int, platform: str
 ) -> dict[str, int]:
     """Return the bytes of temporary memory of each kind of program.
 
@@ -463,22 +465,17 @@ def _step_bytes(
     return steps
 
 
-def _activation_bytes(config: LlamaConfig, platform: str, num_tokens: int) -> int:
-    per_layer = max(map(_layer_features, set(config.layer_configs)))
+def _activation_bytes(config: ModelConfig, platform: str, num_tokens: int) -> int:
+    per_layer = max(
+        part.num_features(config.hidden_size) for spec in {*config.layers} for part in spec.walk()
+    )
     num_residuals = config.num_hidden_layers + 1 if platform == "cpu" else _RESIDUALS
     activations = 4 * num_tokens * (per_layer + num_residuals * config.hidden_size)
     return activations + _TILE_BYTES + (_expert_bytes(config) if platform == "cpu" else 0)
 
 
-def _layer_features(layer: LlamaConfig) -> int:
-    """Return the number of activations per token: the maximum over the MLP and attention."""
-    per_expert = 3 * (layer.moe_intermediate_size + layer.hidden_size)
-    mlp = 3 * layer.dense_intermediate_size + layer.num_experts_per_tok * per_expert
-    if layer.latent is not None:
-        return max(mlp, 4 * layer.latent.num_features(layer.num_attention_heads))
-    return max(mlp, 4 * layer.qkv_features)
-
-
-def _expert_bytes(config: LlamaConfig) -> int:
+def _expert_bytes(config: ModelConfig) -> int:
     """Return the bytes of two float32 copies of an expert's gate and up weights."""
-    return 2 * 4 * 2 * config.moe_intermediate_size * config.expert_inputs
+    experts = (spec.experts for spec in config.layers)
+    sizes = (each.features * (each.latent_size or config.hidden_size) for each in experts if each)
+    return 2 * 4 * 2 * max(sizes, default=0)

@@ -10,10 +10,12 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from paged_jax.arguments import ArgumentError
 from paged_jax.engine.config import EngineConfig
-from paged_jax.models.config import LlamaConfig
+from paged_jax.engine.pool_size import resolve_kv_dtype
+from paged_jax.models.config import ModelConfig
+from paged_jax.models.decoder import Decoder
 from paged_jax.models.gguf_file import GgufFile, is_gguf
-from paged_jax.models.llama import Llama
 from paged_jax.models.loading.pretrained import bundled_folder, from_pretrained, read_config
 from paged_jax.models.model_folder import describe_missing_model, find_model
 from paged_jax.models.paged_model import PagedModel
@@ -47,7 +49,7 @@ class LoadedModel:
 
     # The config is cached, because each step reads it and `layout_model` takes 60 us.
     @functools.cached_property
-    def config(self) -> LlamaConfig:
+    def config(self) -> ModelConfig:
         """Configuration of the whole model."""
         return self.weights.layout_model.config
 
@@ -113,19 +115,21 @@ def load_weights(options: EngineConfig) -> Weights:
 
     Raises:
       ValueError: the model cannot be divided over the devices, or its files are invalid, see
-        `Llama.from_pretrained`.
+        `Decoder.from_pretrained`.
       OSError: files are missing or cannot be read.
     """
     model, backend = options.model, options.backend
     mesh = find_mesh(options.mesh, options.tensor_parallel_size)
     if isinstance(model, PagedModel):
-        if mesh is not None and not isinstance(model, Llama):
+        if mesh is not None and not isinstance(model, Decoder):
             raise ValueError(
-                f"Engine: model must be a Llama to be divided over devices, got "
+                f"Engine: model must be a Decoder to be divided over devices, got "
                 f"{type(model).__name__}."
             )
         parallel = None if mesh is None else TensorParallel.create("Engine", mesh, model.config)
-        return Weights(model, parallel, check_replicas=options.check_replicas)
+        return Weights(
+            _with_numerics(options, model), parallel, check_replicas=options.check_replicas
+        )
     folder = bundled_folder() if model is None else Path(model)
     given: Any = {
         "dtype": options.dtype,
@@ -139,12 +143,23 @@ def load_weights(options: EngineConfig) -> Weights:
             # backends would copy each layer out of the stack, and undo the interleaving.
             has_kernels = backend in (None, "cpu")
             given |= {"scan_layers": None if has_kernels else False, "interleave": has_kernels}
-        return Weights(from_pretrained(Llama, model, **given))
+        return Weights(_with_numerics(options, from_pretrained(Decoder, model, **given)))
     parallel = TensorParallel.create("Engine", mesh, read_config(folder))
-    placed = Llama.from_pretrained(folder, sharding=parallel.model_sharding, **given)
+    placed = Decoder.from_pretrained(folder, sharding=parallel.model_sharding, **given)
     # Use the config of the loaded model, because its dtype is the dtype of the loaded weights.
     parallel = dataclasses.replace(parallel, config=placed.config)
+    placed = _with_numerics(options, placed)
     return Weights(placed, parallel, check_replicas=options.check_replicas)
+
+
+def _with_numerics(options: EngineConfig, model: PagedModel) -> PagedModel:
+    """Return the model with the engine's numerics and the dtype of its cache."""
+    [platform] = {device.platform for device in jax.tree.leaves(nnx.state(model))[0].devices()}
+    dtype = resolve_kv_dtype(options.kv_dtype, model.float_dtype, platform)
+    try:
+        return model.with_numerics(options.numerics, dtype, options.backend)
+    except ArgumentError as error:
+        raise ArgumentError("Engine", error.problem, error.field) from None
 
 
 def find_mesh(mesh: Mesh | None, tensor_parallel_size: int) -> Mesh | None:
@@ -220,7 +235,7 @@ def load_generation_config(
 
 
 def find_eos_token_ids(
-    config: LlamaConfig, tokenizer: Tokenizer | None, generation_config: GenerationConfig
+    config: ModelConfig, tokenizer: Tokenizer | None, generation_config: GenerationConfig
 ) -> frozenset[int]:
     """Return the ids of all end-of-sequence tokens.
 

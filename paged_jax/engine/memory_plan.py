@@ -47,12 +47,15 @@ from paged_jax.engine.footprint import (
     weight_bytes,
     weight_layout,
 )
-from paged_jax.engine.pool_size import resolve_kv_dtype
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.layer_groups import NOTHING
+from paged_jax.engine.pool_size import (
+    DeviceMemory,
+    PoolSize,
+    choose_pool_size,
+    resolve_kv_dtype,
+)
+from paged_jax.models.config import ModelConfig
 from paged_jax.models.loading.parameters import resolve_dtype
 from paged_jax.models.matrix_formats import MatrixFormats, float_type
-from paged_jax.models.mixer_sizes import Mamba2
 from paged_jax.models.tensor_parallel import shard_config
 from paged_jax.runner.sizes import Sizes
 
@@ -74,19 +77,21 @@ class MemoryPlan:
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
       sizes: sizes of the engine's programs.
       num_blocks: number of blocks of the first group of layers that fit.
+      pool: number of blocks that an engine allocates, and what decides it.
       memory: bytes that the engine may use on each device.
       footprint: bytes that the engine uses on each device.
     """
 
-    config: LlamaConfig
+    config: ModelConfig
     num_devices: int
-    shard: LlamaConfig
+    shard: ModelConfig
     dtype: str
     formats: MatrixFormats
     kv_dtype: str
     platform: str
     sizes: Sizes
     num_blocks: int
+    pool: PoolSize
     memory: int
     footprint: Footprint
 
@@ -111,11 +116,8 @@ class MemoryPlan:
 
     @property
     def num_engine_blocks(self) -> int:
-        """Number of blocks that an engine would choose for the pool of its first group.
-
-        It is the number of blocks that fit, but at most the number that all slots can use.
-        """
-        return min(self.num_blocks, self.footprint.max_blocks)
+        """Number of blocks that an engine allocates for the pool of its first group."""
+        return self.pool.num_blocks
 
     @property
     def has_windows(self) -> bool:
@@ -163,7 +165,9 @@ class MemoryPlan:
 
         It is above 1 if there are more devices than KV heads.
         """
-        return self.num_devices * self.shard.num_key_value_heads // self.config.num_key_value_heads
+        kv, shard_kv = (config.layer_groups[0].kv for config in (self.config, self.shard))
+        assert kv is not None and shard_kv is not None
+        return self.num_devices * shard_kv.num_kv_heads // kv.num_kv_heads
 
     def num_paged(self, length: int) -> int:
         """Return the number of sequences of `length` tokens that fit if they share no blocks.
@@ -187,26 +191,34 @@ class MemoryPlan:
         It is limited by the pools of the engine and by its number of slots.
         """
         footprint, block_size = self.footprint, self.sizes.block_size
-        pools = zip(footprint.groups, footprint.group_sizes(self.num_blocks), strict=True)
+        group_sizes = footprint.group_sizes(self.num_engine_blocks)
+        pools = zip(footprint.groups, group_sizes, strict=True)
         held = (size // group.num_held(length, block_size) for group, size in pools)
         return min(self.sizes.num_slots, *held)
 
 
 def make_plan(
-    config: LlamaConfig,
+    config: ModelConfig,
     memory_bytes: int,
     platform: str,
     formats: MatrixFormats | None = None,
+    *,
+    memory_fraction: float | None = 1.0,
+    share: float = 1.0,
     **options: Any,
 ) -> MemoryPlan:
     """Compute the number of blocks and sequences that fit in the memory of each device.
 
     Args:
       config: the configuration of the model.
-      memory_bytes: maximum bytes that the engine may use on each device.
+      memory_bytes: bytes of memory of each device.
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
       formats: storage formats of the weight matrices in the files, see `read_formats`; None if the
         option `dtype` determines them.
+      memory_fraction: the option of the engine. With None, the plan shows what fits in all of the
+        memory, and the pool that an engine allocates without this option.
+      share: fraction of the memory that JAX takes in the engine's process, see `GPU_SHARE`. It
+        counts only if `memory_fraction` is None.
       **options: fields of `EngineConfig` on which the memory of an engine depends.
 
     Raises:
@@ -214,6 +226,7 @@ def make_plan(
         block fits.
 
     Example:
+      >>> from paged_jax import LlamaConfig
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=172,
       ...                      num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4)
       >>> plan = make_plan(config, 512 << 20, "cpu")
@@ -247,7 +260,16 @@ def make_plan(
         platform=platform,
         shard=shard,
     )
-    taken.check_fits("plan: memory", memory_bytes)
+    budget = memory_bytes if memory_fraction is None else int(memory_fraction * memory_bytes)
+    taken.check_fits("plan: memory", budget)
+    total = int(share * memory_bytes) if memory_fraction is None else memory_bytes
+    pool = choose_pool_size(
+        platform,
+        DeviceMemory(total, in_use=taken.weights),
+        sizes,
+        taken,
+        memory_fraction=memory_fraction,
+    )
     return MemoryPlan(
         config=config,
         num_devices=engine.tensor_parallel_size,
@@ -257,8 +279,9 @@ def make_plan(
         kv_dtype=pool_dtype.name,
         platform=platform,
         sizes=sizes,
-        num_blocks=taken.num_blocks(memory_bytes),
-        memory=memory_bytes,
+        num_blocks=taken.num_blocks(budget),
+        pool=pool,
+        memory=budget,
         footprint=taken,
     )
 
@@ -335,6 +358,7 @@ def collectives(plan: MemoryPlan, batch: int) -> Collectives:
     """Return the collective operations of a decode step for `batch` sequences.
 
     Example:
+      >>> from paged_jax import LlamaConfig
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=192,
       ...                      num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4)
       >>> collectives(make_plan(config, 1 << 28, "cpu", tensor_parallel_size=2), 1)
@@ -343,8 +367,8 @@ def collectives(plan: MemoryPlan, batch: int) -> Collectives:
     num_devices = plan.num_devices
     if num_devices == 1:
         return Collectives(0, 0, 0)
-    layers = plan.config.layer_configs
-    layer_sums = [size for layer in layers for size in _layer_sums(layer, num_devices)]
+    E = plan.config.hidden_size
+    layer_sums = [size for spec in plan.config.layers for size in spec.all_reduces(E, num_devices)]
     layer_sums += _embedding_sums(plan.config)
     num_all_reduces, sums = len(layer_sums), sum(layer_sums)
     logits = num_devices * plan.shard.vocab_size
@@ -352,36 +376,11 @@ def collectives(plan: MemoryPlan, batch: int) -> Collectives:
     return Collectives(num_all_reduces, 1, sent)
 
 
-def _layer_sums(layer: LlamaConfig, num_devices: int) -> list[int]:
-    """List the all-reduces of a layer: the number of values per token in each.
-
-    `layer` is the config of this layer, from `LlamaConfig.layer_configs`.
-    """
-    hidden_size = layer.hidden_size
-    if layer.norm_placement == "parallel":
-        sums = [hidden_size]
-    else:
-        sums = [hidden_size] * (NOTHING not in layer.layer_types)
-        if NOTHING not in layer.mlp_layer_types:
-            # One all-reduce sums the outputs of the routed experts and of the shared expert. If
-            # they have separate norms, it sums two arrays.
-            sums.append(hidden_size * (2 if layer.separate_expert_norms else 1))
-    has_norms = layer.qk_norm and layer.qk_norm_scope == "projection"
-    # Each of these needs an all-reduce of two values per token: a norm of q and k over all heads
-    # (the mean squares of q and of k), and a sparse activation (the mean and the mean square of the
-    # gate).
-    has_norms = has_norms and layer.kv_shapes[0] is not None
-    sums += [2] * has_norms + [2] * bool(layer.activation_sparsity)
-    mixer = None if layer.mixer is None else layer.mixer.widen(num_devices)
-    if isinstance(mixer, Mamba2) and mixer.num_copies > 1 and mixer.norm != "none":
-        sums.append(1)  # the norm of a group whose heads are on several devices
-    return sums
-
-
-def _embedding_sums(config: LlamaConfig) -> list[int]:
+def _embedding_sums(config: ModelConfig) -> list[int]:
     """List the all-reduces of the embeddings: the number of values per token in each."""
-    per_layer = config.num_hidden_layers * config.hidden_size_per_layer_input
-    return [config.hidden_size] + [per_layer] * bool(per_layer)
+    if config.per_layer is None:
+        return [config.hidden_size]
+    return [config.hidden_size, config.num_hidden_layers * config.per_layer.size]
 
 
 def step_bound(plan: MemoryPlan, device: DeviceSpec, batch: int, length: int) -> StepBound:
@@ -414,7 +413,7 @@ def step_bound(plan: MemoryPlan, device: DeviceSpec, batch: int, length: int) ->
     )
 
 
-def _read_fraction(config: LlamaConfig, name: str, experts: float) -> float:
+def _read_fraction(config: ModelConfig, name: str, experts: float) -> float:
     """Return the fraction of the parameter `name` that a decode step reads.
 
     `experts` is the fraction of the experts that the step uses. The result is `experts` for the
@@ -427,7 +426,7 @@ def _read_fraction(config: LlamaConfig, name: str, experts: float) -> float:
     return experts if kind.startswith("experts_") else 1
 
 
-def _expert_fractions(config: LlamaConfig, batch: int) -> tuple[float, float]:
+def _expert_fractions(config: ModelConfig, batch: int) -> tuple[float, float]:
     """Return the fractions of the experts that one token uses, and that a whole batch uses.
 
     The second fraction is an expected value, see the docstring of the module.
@@ -435,13 +434,15 @@ def _expert_fractions(config: LlamaConfig, batch: int) -> tuple[float, float]:
     In the example below, a token uses 4 of 32 experts, and 8 tokens use 21 of them on average.
 
     Example:
+      >>> from paged_jax import LlamaConfig
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=192,
       ...                      num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4,
       ...                      num_experts=32, num_experts_per_tok=4, moe_intermediate_size=64)
       >>> [f"{part:.3f}" for part in _expert_fractions(config, 8)]
       ['0.125', '0.656']
     """
-    if not config.num_experts:
+    experts = next((spec.experts for spec in config.layers if spec.experts is not None), None)
+    if experts is None:
         return 1.0, 1.0
-    per_token = config.num_experts_per_tok / config.num_experts
+    per_token = experts.num_chosen / experts.num_experts
     return per_token, 1 - (1 - per_token) ** batch

@@ -9,7 +9,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from paged_jax.engine.footprint import Footprint
-from paged_jax.kernels.rows import sets_rows_in_place
+from paged_jax.formatting import format_bytes
+from paged_jax.kernels.rows import default_kv_dtype
 from paged_jax.runner.sizes import Sizes
 
 # Maps each value of the option `kv_dtype`, except "auto", to a dtype.
@@ -22,11 +23,19 @@ KV_DTYPES = {
 }
 
 _OWN_CGROUPS, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-# Bytes of memory for K and V on a device that does not report its memory.
+# Maximum bytes of memory for K and V on CPUs, and on devices that do not report their memory.
 DEFAULT_CACHE_BYTES = 1 << 30
 # Fraction of the free memory that is used for K and V, after the weights are loaded. The rest is
 # for the temporary memory of steps.
 CACHE_FRACTION = 0.85
+# Fraction of a GPU's memory that JAX takes in a server, which needs the GPU for itself. The rest is
+# for CUDA and its libraries. JAX's own default is 0.75, see `command_line.take_gpu_memory`.
+GPU_SHARE = 0.9
+# The rule of `choose_pool_size` without options, for the help of the command lines.
+DEFAULT_RULE = (
+    f"as many as the slots can use, in at most {CACHE_FRACTION:.0%} of the memory that is free "
+    f"after loading the weights, and on CPUs in at most {format_bytes(DEFAULT_CACHE_BYTES)}"
+)
 
 
 def resolve_kv_dtype(kv_dtype: str, weights_dtype: DTypeLike, platform: str) -> np.dtype:
@@ -43,49 +52,75 @@ def resolve_kv_dtype(kv_dtype: str, weights_dtype: DTypeLike, platform: str) -> 
     """
     if kv_dtype != "auto":
         return jnp.dtype(KV_DTYPES[kv_dtype])
-    dtype = jnp.dtype(weights_dtype)
-    # On a CPU without the C++ kernels, use float32, because XLA would copy a whole bfloat16 pool to
-    # float32 at every write.
-    is_in_place = dtype == jnp.bfloat16 and sets_rows_in_place(platform, dtype)
-    return dtype if platform != "cpu" or is_in_place else jnp.dtype(jnp.float32)
+    return default_kv_dtype(weights_dtype, platform)
 
 
-def choose_num_blocks(
-    device: Any,
+class PoolSize(NamedTuple):
+    """Number of blocks of an engine's pool, and the limit that decided it.
+
+    Attributes:
+      num_blocks: number of blocks in the pool of the first group of layers.
+      limit: what decided the number, as a text for users.
+    """
+
+    num_blocks: int
+    limit: str
+
+
+def choose_pool_size(
+    platform: str,
+    memory: "DeviceMemory | None",
     sizes: Sizes,
     footprint: Footprint,
     *,
     num_blocks: int | None = None,
     memory_fraction: float | None = None,
-) -> int:
-    """Choose the number of blocks in the pool of the first group of layers.
+) -> PoolSize:
+    """Choose the number of blocks in the pool of the first group of layers, after loading weights.
 
     Args:
-      device: the `jax.Device` that holds the pool or a part of it.
+      platform: platform of the devices that hold the pool.
+      memory: memory of each of these devices; None if it is unknown.
       sizes: sizes of the engine's programs.
-      footprint: memory that the engine uses on the device.
+      footprint: memory that the engine uses on each device.
       num_blocks: the engine's option `num_blocks`; if it is not None, it is returned.
       memory_fraction: the engine's option `memory_fraction`.
 
     Raises:
-      ValueError: no block fits, or `num_blocks` blocks do not fit in host memory.
+      ValueError: no block fits, or `num_blocks` blocks do not fit in the memory of a CPU.
     """
-    if num_blocks is None:
-        if memory_fraction is None:
-            num_fitting = _num_fitting_free_memory(device, sizes, footprint)
+    if num_blocks is not None:
+        pool = PoolSize(num_blocks, "as num_blocks says")
+    else:
+        if memory_fraction is not None:
+            pool = _fill_fraction(memory, footprint, memory_fraction)
         else:
-            num_fitting = _num_fitting_fraction(device, footprint, memory_fraction)
-        num_blocks = min(footprint.max_blocks, num_fitting)
-    _check_host_holds(device, footprint, num_blocks)
-    return num_blocks
+            pool = _fill_default(platform, memory, sizes, footprint)
+        if footprint.max_blocks <= pool.num_blocks:
+            slots = f"{sizes.num_slots} slots of {sizes.max_model_len:,} tokens"
+            pool = PoolSize(footprint.max_blocks, f"all that {slots} can use")
+    _check_host_holds(platform, memory, footprint, pool.num_blocks)
+    return pool
 
 
-def _num_fitting_free_memory(device: Any, sizes: Sizes, footprint: Footprint) -> int:
-    statistics = device.memory_stats()
-    budget = DEFAULT_CACHE_BYTES
-    if statistics and "bytes_limit" in statistics:
-        free = statistics["bytes_limit"] - statistics["bytes_in_use"]
-        budget = int(CACHE_FRACTION * free)
+def _fill_default(
+    platform: str, memory: "DeviceMemory | None", sizes: Sizes, footprint: Footprint
+) -> PoolSize:
+    """Return the pool without the options `num_blocks` and `memory_fraction`."""
+    is_cpu = platform == "cpu"
+    free = None
+    if memory is not None:
+        # The memory that is in use on a CPU is unknown, but the weights are loaded.
+        in_use = max(memory.in_use, footprint.weights) if is_cpu else memory.in_use
+        free = int(CACHE_FRACTION * (memory.total - in_use))
+    if free is not None and not (is_cpu and free > DEFAULT_CACHE_BYTES):
+        budget = free
+        limit = f"{CACHE_FRACTION:.0%} of the memory that is free after loading the weights"
+    else:
+        budget = DEFAULT_CACHE_BYTES
+        where = "on CPUs" if is_cpu else "on devices that do not report their memory"
+        options = "num_blocks" if memory is None else "num_blocks or memory_fraction"
+        limit = f"{format_bytes(budget)}, the default {where}; set {options} to change it"
     num_blocks = footprint.num_fitting(budget - footprint.recurrent)
     if not num_blocks:
         states = f" and {footprint.recurrent} bytes of states" if footprint.recurrent else ""
@@ -94,12 +129,13 @@ def _num_fitting_free_memory(device: Any, sizes: Sizes, footprint: Footprint) ->
             f"for K and V, got {footprint.block} bytes{states}. Use a smaller block_size"
             f"{' or max_num_seqs' if states else ''}."
         )
-    return num_blocks
+    return PoolSize(num_blocks, limit)
 
 
-def _num_fitting_fraction(device: Any, footprint: Footprint, memory_fraction: float) -> int:
-    """Return the number of blocks that lets an engine use `memory_fraction` of the memory."""
-    memory = device_memory(device)
+def _fill_fraction(
+    memory: "DeviceMemory | None", footprint: Footprint, memory_fraction: float
+) -> PoolSize:
+    """Return the pool that lets an engine use `memory_fraction` of the memory."""
     if memory is None:
         raise ValueError(
             "Engine: memory_fraction must be None on a device that does not report its memory, got "
@@ -109,20 +145,22 @@ def _num_fitting_fraction(device: Any, footprint: Footprint, memory_fraction: fl
     free = memory.total - max(0, memory.in_use - footprint.weights)
     budget = min(int(memory_fraction * memory.total), free)
     footprint.check_fits(f"Engine: memory_fraction {memory_fraction}", budget)
-    return footprint.num_blocks(budget)
+    limit = f"all that memory_fraction {memory_fraction} allows"
+    return PoolSize(footprint.num_blocks(budget), limit)
 
 
-def _check_host_holds(device: Any, footprint: Footprint, num_blocks: int) -> None:
+def _check_host_holds(
+    platform: str, memory: "DeviceMemory | None", footprint: Footprint, num_blocks: int
+) -> None:
     """Check that the pools fit in host memory if the device is a CPU.
 
     Without this check, the operating system would kill the process when the pools are filled.
     """
-    total = host_memory()
     num_bytes = footprint.pool_bytes(num_blocks) + footprint.recurrent
-    if device.platform == "cpu" and total is not None and num_bytes > total:
+    if platform == "cpu" and memory is not None and num_bytes > memory.total:
         raise ValueError(
-            f"Engine: num_blocks must fit the host memory of {total} bytes, got {num_blocks} "
-            f"blocks, which take {num_bytes} bytes. Use a smaller num_blocks."
+            f"Engine: num_blocks must fit the host memory of {memory.total} bytes, got "
+            f"{num_blocks} blocks, which take {num_bytes} bytes. Use a smaller num_blocks."
         )
 
 

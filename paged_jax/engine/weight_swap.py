@@ -1,6 +1,5 @@
 """Replacement of a running engine's weights, and sleep, which frees them on the device."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -13,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from paged_jax.engine.requests import own_transfers
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, count_inputs
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.llama import Llama
+from paged_jax.models.config import ModelConfig, find_difference
+from paged_jax.models.decoder import Decoder
 from paged_jax.models.loading.conversion import (
     NameMap,
     TensorSource,
@@ -49,7 +48,7 @@ _IRRELEVANT = {
 }
 
 
-def load_weights_for(model: PagedModel, folder: str | Path) -> Llama:
+def load_weights_for(model: PagedModel, folder: str | Path) -> Decoder:
     """Load a model with the structure and formats of `model` into host memory.
 
     Args:
@@ -57,13 +56,13 @@ def load_weights_for(model: PagedModel, folder: str | Path) -> Llama:
       folder: a Hugging Face folder, an Orbax checkpoint or a GGUF file with the new weights.
 
     Raises:
-      ValueError: `model` is not a `Llama`, or the folder contains a model of another structure. The
-        message names the difference.
+      ValueError: `model` is not a `Decoder`, or the folder contains a model of another structure.
+        The message names the difference.
       OSError: files are missing or cannot be read.
     """
-    if not isinstance(model, Llama):
+    if not isinstance(model, Decoder):
         raise ValueError(
-            f"load_params: the engine's model must be a Llama, got {type(model).__name__}. Load "
+            f"load_params: the engine's model must be a Decoder, got {type(model).__name__}. Load "
             "weights into a model of this class, and pass it to update_params."
         )
     if Path(folder).exists():  # If the folder is missing, `from_pretrained` raises an error below.
@@ -71,17 +70,16 @@ def load_weights_for(model: PagedModel, folder: str | Path) -> Llama:
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     placement: Any = {"scan_layers": model.scan_layers, "sharding": host}
     kinds: Any = {"dtype": model.float_dtype, "formats": model.formats}
-    return from_pretrained(Llama, folder, show_progress=False, **placement, **kinds)
+    return from_pretrained(Decoder, folder, show_progress=False, **placement, **kinds)
 
 
-def _check_config(config: LlamaConfig, own: LlamaConfig) -> None:
-    for field in dataclasses.fields(config):
-        new, old = getattr(config, field.name), getattr(own, field.name)
-        if new != old and field.name not in _IRRELEVANT:
-            raise ValueError(
-                f"load_params: the folder's {field.name} must be {old}, as in the engine's model, "
-                f"got {new}."
-            )
+def _check_config(config: ModelConfig, own: ModelConfig) -> None:
+    same = {name: getattr(own, name) for name in _IRRELEVANT}
+    if difference := find_difference(config.replace(**same), own.replace()):
+        name, new, old = difference
+        raise ValueError(
+            f"load_params: the folder's {name} must be {old}, as in the engine's model, got {new}."
+        )
 
 
 class _Leaves(NamedTuple):
@@ -178,9 +176,9 @@ class WeightSwap:
     def _prepare_other(
         self, model: PagedModel, leaves: _Leaves, params: Any, mapping: NameMap
     ) -> NewWeights:
-        if not isinstance(model, Llama):
+        if not isinstance(model, Decoder):
             raise ValueError(
-                "update_params: mapping must be None unless the engine's model is a Llama, got a "
+                "update_params: mapping must be None unless the engine's model is a Decoder, got a "
                 f"mapping for {type(model).__name__}. Pass weights with the names of that model."
             )
         arrays = named_arrays(params)
@@ -210,7 +208,7 @@ class WeightSwap:
 
 
 def _check_tied_head(
-    config: LlamaConfig, arrays: dict[str, jax.Array], sources: dict[str, TensorSource]
+    config: ModelConfig, arrays: dict[str, jax.Array], sources: dict[str, TensorSource]
 ) -> None:
     """Raise ValueError unless the output head in `arrays` equals the embeddings."""
     pair = sources[HEAD], sources[EMBEDDINGS]
@@ -257,7 +255,7 @@ def _divided_sharding(shape: tuple[int, ...], place: Sharding) -> Sharding:
 def _converting(
     leaves: _Leaves,
     formats: MatrixFormats | None,
-    config: LlamaConfig | None = None,
+    config: ModelConfig | None = None,
     sources: tuple[tuple[str, TensorSource], ...] = (),
 ) -> Callable[..., list[jax.Array]]:
     """Return the program that converts a dict of new weights, see `NewWeights.convert`.

@@ -6,7 +6,7 @@ slowly or not at all. `compare_forwards` measures the difference, and often find
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,10 @@ import numpy as np
 from flax import nnx
 
 from paged_jax.dims import bind
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.llama import Llama
+from paged_jax.models.config import ModelConfig
+from paged_jax.models.decoder import Decoder
+from paged_jax.models.llama_config import LlamaConfig
+from paged_jax.training import log_probs
 
 # Values that some implementations hard-code instead of reading the model's config.
 _THETAS = (10_000.0, 500_000.0, 1_000_000.0)
@@ -36,11 +38,11 @@ class ForwardComparison(NamedTuple):
     largest: float
     is_close: bool
     explanation: str
-    config: LlamaConfig | None
+    config: ModelConfig | None
 
 
 def compare_forwards(
-    model: Llama,
+    model: Decoder,
     logprobs_of: Callable[[jax.Array], jax.Array],
     token_ids: jax.Array,
     *,
@@ -63,12 +65,14 @@ def compare_forwards(
       ValueError: `logprobs_of` does not return an array of shape [B, T - 1].
 
     Example:
-      >>> from paged_jax import LlamaConfig
+      >>> from paged_jax import Llama, LlamaConfig
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
       ...                      num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
       >>> model = Llama(config, rngs=nnx.Rngs(0))
       >>> tokens = jnp.array([[3, 7, 5, 9]])
-      >>> compare_forwards(model, lambda tokens: token_logprobs(model, tokens), tokens).is_close
+      >>> def logprobs_of(tokens):             # of the model itself
+      ...     return log_probs(model, tokens[:, :1], jnp.ones(1, int), tokens[:, 1:])
+      >>> compare_forwards(model, logprobs_of, tokens).is_close
       True
     """
     bind("compare_forwards", token_ids=(token_ids, "BT"))
@@ -78,45 +82,63 @@ def compare_forwards(
             "compare_forwards: logprobs_of must return an array of shape [B, T - 1] for tokens of "
             f"shape [B, T] = {list(token_ids.shape)}, got shape {list(theirs.shape)}."
         )
-    ours = np.asarray(jax.jit(token_logprobs)(model, token_ids))
+    ours = np.asarray(_logprobs(model, token_ids))
     largest = float(np.max(np.abs(ours - theirs)))
     if largest <= tolerance:
         return ForwardComparison(largest, True, "Both compute the same values.", model.config)
-    for name, value in _variations(model.config):
-        config = dataclasses.replace(model.config, **{name: value})
-        varied = np.asarray(jax.jit(token_logprobs)(_with_config(model, config), token_ids))
+    for name, own, value in _variations(model.config):
+        config = _replace(model.config, name, own, value)
+        varied = np.asarray(_logprobs(_with_config(model, config), token_ids))
         if float(np.max(np.abs(varied - theirs))) <= tolerance:
-            own = getattr(model.config, name)
             why = f"The other forward pass uses {name} = {value:g}, but the config has {own:g}."
             return ForwardComparison(largest, False, why, config)
     return ForwardComparison(largest, False, _where(np.abs(ours - theirs), tolerance), None)
 
 
-def token_logprobs(model: Llama, token_ids: jax.Array, temperature: float = 1.0) -> jax.Array:
-    """Return the log-probability of each token except the first, given the tokens before it.
+@jax.jit
+def _logprobs(model: Decoder, token_ids: jax.Array) -> jax.Array:
+    """Return the log-probability of each token of ``[B, T]`` except the first.
 
-    Args:
-      model: the model.
-      token_ids: i32 [B, T].
-      temperature: the logits are divided by this number.
-
-    Returns:
-      f32 [B, T - 1], differentiable with respect to the weights.
+    Keys and values are not rounded, because a trainer has no cache.
     """
-    logprobs = jax.nn.log_softmax(model(token_ids)[:, :-1] / temperature)
-    return jnp.take_along_axis(logprobs, token_ids[:, 1:, None], axis=2)[..., 0]
+    model = model.with_numerics("fast", jnp.float32)
+    lengths = jnp.ones(token_ids.shape[0], jnp.int32)
+    return log_probs(model, token_ids[:, :1], lengths, token_ids[:, 1:])
 
 
-def _variations(config: LlamaConfig) -> Iterator[tuple[str, float]]:
-    candidates = {"rope_theta": _THETAS, "rms_norm_eps": _EPSILONS}
-    for name, values in candidates.items():
-        yield from ((name, value) for value in values if value != getattr(config, name))
+def _variations(config: ModelConfig) -> Iterator[tuple[str, float, float]]:
+    """Yield names of entries of the ``config.json``, with their value and another common value."""
+    thetas = {rope.theta for rope in config.ropes if rope is not None}
+    candidates = {"rope_theta": (thetas, _THETAS), "rms_norm_eps": ({config.norm.eps}, _EPSILONS)}
+    for name, (owns, values) in candidates.items():
+        yield from ((name, own, value) for own in sorted(owns) for value in values if value != own)
 
 
-def _with_config(model: Llama, config: LlamaConfig) -> Llama:
+def _replace(config: ModelConfig, name: str, own: float, value: float) -> ModelConfig:
+    """Return a config in which an entry has the value `value` wherever it is `own`."""
+    if isinstance(config, LlamaConfig) and getattr(config, name) == own:
+        return dataclasses.replace(config, **{name: value})
+    field = {"rope_theta": "theta", "rms_norm_eps": "eps"}[name]
+
+    def replace(part: Any) -> Any:
+        if isinstance(part, tuple) and not hasattr(part, "_fields"):
+            return tuple(map(replace, part))
+        if not dataclasses.is_dataclass(part) or isinstance(part, type):
+            return part
+        fields = {each.name: getattr(part, each.name) for each in dataclasses.fields(part)}
+        fields = {key: replace(each) for key, each in fields.items()}
+        if fields.get(field) == own:
+            fields[field] = value
+        changes = {key: each for key, each in fields.items() if each != getattr(part, key)}
+        return dataclasses.replace(part, **changes) if changes else part
+
+    return config.replace(layers=replace(config.layers), norm=replace(config.norm))
+
+
+def _with_config(model: Decoder, config: ModelConfig) -> Decoder:
     """Return a model with the weights of `model` and the config `config`."""
     kind = {"dtype": model.norm.dtype, "scan_layers": model.scan_layers}
-    other = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0), **kind))
+    other = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **kind))
     return nnx.merge(nnx.graphdef(other), nnx.state(model))
 
 

@@ -21,12 +21,14 @@ from tunix.generate import tokenizer_adapter  # pyright: ignore[reportMissingImp
 from tunix.rl import common  # pyright: ignore[reportMissingImports]
 from tunix.rl.rollout import base_rollout  # pyright: ignore[reportMissingImports]
 
-from paged_jax.integrations.forwards import ForwardComparison, compare_forwards, token_logprobs
+from paged_jax.integrations.forwards import ForwardComparison, compare_forwards
 from paged_jax.llm import LLM
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.llama import Llama
+from paged_jax.models.config import ModelConfig
+from paged_jax.models.decoder import Decoder
+from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading.conversion import NameMap
 from paged_jax.sampling.params import SamplingParams
+from paged_jax.training import log_probs
 
 # Maps parameter names of Tunix's Llama 3, Qwen 2 and Qwen 3 to Hugging Face names. If the order of
 # dimensions differs, the name comes with a permutation of the dimensions of Tunix's array. Tunix
@@ -188,7 +190,7 @@ class PagedRollout(base_rollout.BaseRollout):
             )
 
         tokens = jnp.asarray(drawn, jnp.int32)
-        model = cast(Llama, self.llm.model)
+        model = cast(Decoder, self.llm.model)
         return compare_forwards(model, logprobs_of, tokens, tolerance=tolerance)
 
     def generate(
@@ -209,7 +211,7 @@ class PagedRollout(base_rollout.BaseRollout):
         logprobs = drawn.logprobs
         if rollout_config.return_logprobs and rollout_config.temperature not in (0.0, 1.0):
             logprobs = self._logps(left_padded, drawn.token_ids, rollout_config.temperature)
-        rows = [np.asarray(x)[:n] for x, n in zip(drawn.token_ids, drawn.num_tokens, strict=True)]
+        rows = [np.asarray(x)[:n] for x, n in zip(drawn.token_ids, drawn.num_drawn, strict=True)]
         return base_rollout.RolloutOutput(
             text=[self._tokenizer.decode(row.tolist()) for row in rows],
             logits=None,
@@ -280,7 +282,7 @@ class PagedRollout(base_rollout.BaseRollout):
 
 
 def _make_engine(
-    config: LlamaConfig,
+    config: ModelConfig,
     actor: nnx.Module,
     mapping: NameMap,
     mesh: jax.sharding.Mesh,
@@ -293,7 +295,7 @@ def _make_engine(
         # Create the model on the host, because one device may be too small for the whole model.
         device = jax.local_devices(backend="cpu")[0]
     graphdef, state = nnx.split(
-        nnx.eval_shape(lambda: Llama(config, dtype=config.dtype, rngs=nnx.Rngs(0)))
+        nnx.eval_shape(lambda: Decoder(config, dtype=config.dtype, rngs=nnx.Rngs(0)))
     )
     with jax.default_device(device):
         state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
@@ -340,7 +342,7 @@ def _left_padded(padded: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnames=("pad_id", "temperature"))
 def _completion_logprobs(
-    model: Llama, prompts: jax.Array, completions: jax.Array, pad_id: int, temperature: float
+    model: Decoder, prompts: jax.Array, completions: jax.Array, pad_id: int, temperature: float
 ) -> jax.Array:
     """Return the log-probability of each token of the completions, f32 [B, N].
 
@@ -352,11 +354,8 @@ def _completion_logprobs(
       pad_id: id of the padding token.
       temperature: the logits are divided by this number.
     """
-    tokens = jnp.concatenate([prompts, completions], axis=1)
-    pads = jnp.sum(jnp.cumprod(prompts == pad_id, axis=1), axis=1)[:, None]
-    columns = jnp.arange(tokens.shape[1])[None, :]
-    moved = jnp.take_along_axis(tokens, (columns + pads) % tokens.shape[1], axis=1)
-    logprobs = token_logprobs(model, moved, temperature)
-    first = prompts.shape[1] - pads - 1
-    places = first + jnp.arange(completions.shape[1])[None, :]
-    return jnp.take_along_axis(logprobs, places, axis=1)
+    T = prompts.shape[1]
+    pads = jnp.sum(jnp.cumprod(prompts == pad_id, axis=1), axis=1)
+    columns = jnp.arange(T)[None, :] + pads[:, None]
+    moved = jnp.take_along_axis(prompts, columns % T, axis=1)
+    return log_probs(model, moved, T - pads, completions, temperature=temperature)

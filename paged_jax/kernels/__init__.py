@@ -3,6 +3,9 @@
 Each name is imported when it is first used. ``__init__.pyi`` lists the names and their modules.
 """
 
-import lazy_loader
+from paged_jax.flax_versions import check_installed_jax
+from paged_jax.lazy_names import attach_names
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+check_installed_jax()
+
+__getattr__, __dir__, __all__ = attach_names(__name__, __file__)

@@ -28,7 +28,7 @@ The arrays of a call and its `Options` determine its result. A backend that is w
 a dataclass with a field `interpret`: whether its kernels run in Pallas' interpreter.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import (
     TYPE_CHECKING,
@@ -483,6 +483,28 @@ class Backend(Protocol):
 
     def refusal(self, problem: Problem) -> str | None:
         """Return why the backend does not support `problem`, as a phrase; None if it does."""
+        ...
+
+
+class ExactBackend(Backend, Protocol):
+    """Interface of a backend that gives each row the same bits in any program and batch.
+
+    Attributes:
+      is_exact: True.
+    """
+
+    is_exact: ClassVar[bool]
+
+    def unavailable_for(
+        self, codes: Collection[str], dtype: DTypeLike, pool_dtype: DTypeLike
+    ) -> str | None:
+        """Return why the backend cannot run a model on this machine, or None if it can.
+
+        Args:
+          codes: codes of the model's matrices, see `WeightFormat`.
+          dtype: float dtype of the model.
+          pool_dtype: dtype of the cache.
+        """
         ...
 
 

@@ -21,7 +21,15 @@ import jax
 from jax import lax
 from jax.core import Tracer
 
-from paged_jax.kernels.backend import ATTENTION, Backend, Interpret, LinearOps, Op, Problem
+from paged_jax.kernels.backend import (
+    ATTENTION,
+    Backend,
+    ExactBackend,
+    Interpret,
+    LinearOps,
+    Op,
+    Problem,
+)
 
 if TYPE_CHECKING:
     from paged_jax.kernels.cpu import Cpu, CpuInt8
@@ -44,7 +52,11 @@ _CLASSES = {
 
 # Backends that the engine's option `backend` does not list, because another option selects them.
 # `BACKENDS[name]` finds them, but iterating over `BACKENDS` does not yield them.
-_UNLISTED = {"cpu_int8": ("paged_jax.kernels.cpu", "CpuInt8")}
+_UNLISTED = {
+    "cpu_int8": ("paged_jax.kernels.cpu", "CpuInt8"),
+    "cpu_exact": ("paged_jax.kernels.cpu", "CpuExact"),
+    "xla_exact": ("paged_jax.kernels.xla.exact", "XlaExact"),
+}
 
 # Backends that users have added by `add_backend`.
 _ADDED: dict[str, Backend] = {}
@@ -174,6 +186,45 @@ def cpu_backend() -> "Cpu":
 def int8_backend() -> "CpuInt8":
     """Return the backend for CPUs that rounds the inputs of matmuls to int8."""
     return cast("CpuInt8", BACKENDS["cpu_int8"])
+
+
+# Exact backends that can replace a backend, the preferred one first.
+_EXACT_VARIANTS = {
+    None: ("cpu_exact", "xla_exact"),
+    "cpu": ("cpu_exact",),
+    "cpu_exact": ("cpu_exact",),
+    "xla": ("xla_exact",),
+    "xla_exact": ("xla_exact",),
+}
+
+
+def exact_variants(name: str | None) -> tuple[str, ...]:
+    """Return the exact backends that can replace a backend, the preferred one first.
+
+    See `is_exact`.
+
+    Args:
+      name: name of a backend, or None for the best backend.
+
+    Raises:
+      ValueError: the backend has no exact variant.
+    """
+    if name not in _EXACT_VARIANTS:
+        raise ValueError(
+            f"numerics: the backend must be None, 'cpu' or 'xla' for exact numerics, got {name!r}. "
+            "Pass numerics='fast' or another backend."
+        )
+    return _EXACT_VARIANTS[name]
+
+
+def exact_backend(name: str) -> ExactBackend:
+    """Return a backend of `exact_variants` by its name."""
+    return cast(ExactBackend, BACKENDS[name])
+
+
+def is_exact(name: str | None) -> bool:
+    """Return whether a backend gives each row the same bits in any program and batch."""
+    return getattr(BACKENDS.get(name or ""), "is_exact", False)
 
 
 def linear_backend(name: str | None) -> LinearOps:

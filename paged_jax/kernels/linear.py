@@ -21,7 +21,13 @@ from jax.typing import DTypeLike
 
 from paged_jax.formatting import short_repr
 from paged_jax.kernels.backend import Interpret
-from paged_jax.kernels.dispatch import cpu_backend, general_backend, linear_backend, run_kernel
+from paged_jax.kernels.dispatch import (
+    cpu_backend,
+    general_backend,
+    is_exact,
+    linear_backend,
+    run_kernel,
+)
 from paged_jax.kernels.gradients import differentiable_once
 from paged_jax.kernels.weight_formats import Stack, Weight, WeightFormat
 
@@ -104,7 +110,7 @@ def linear(x: jax.Array, w: jax.Array | Matrix, *, backend: str | None = None) -
     return run_kernel("quantised_linear", (x, w), backend, default)
 
 
-def sum_rows(x: jax.Array, *, rows_per_token: int = 1) -> jax.Array:
+def sum_rows(x: jax.Array, *, rows_per_token: int = 1, backend: str | None = None) -> jax.Array:
     """Sum float32 ``[..., N]`` over the last dimension, to ``[..., 1]``.
 
     XLA's order of summation depends on the shape. The kernel for CPUs has a fixed order. It is used
@@ -113,7 +119,11 @@ def sum_rows(x: jax.Array, *, rows_per_token: int = 1) -> jax.Array:
     Args:
       x: float32 ``[..., N]``.
       rows_per_token: number of rows of `x` that belong to one token.
+      backend: an exact backend, see `is_exact`, is used for any number of tokens. Others make no
+        difference.
     """
+    if is_exact(backend):
+        return linear_backend(backend).sum_rows(x)
     num_tokens = math.prod(x.shape[:-1]) // rows_per_token
     is_decode = 0 < num_tokens <= _MAX_DECODE_TOKENS
     return (linear_backend(None) if is_decode else general_backend()).sum_rows(x)

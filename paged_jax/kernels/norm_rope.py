@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from paged_jax.kernels.backend import Options, Pools, RopeWriteArgs, WriteArgs
+from paged_jax.kernels.exact import inverse_root, rounded
 from paged_jax.kernels.linear import sum_rows
 from paged_jax.kernels.pool_format import query_dtype
 
@@ -22,7 +22,14 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, num_heads: int = 1) -> jax.Array:
+def rms_norm(
+    x: jax.Array,
+    weight: jax.Array,
+    eps: float,
+    *,
+    num_heads: int = 1,
+    backend: str | None = None,
+) -> jax.Array:
     """Apply RMS norm to the last dimension (Zhang and Sennrich, 2019).
 
     Args:
@@ -31,11 +38,20 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, num_heads: int = 1)
       eps: constant added to the mean square.
       num_heads: number of rows of `x` per token, such as its heads. It only influences the order
         of summation, see `sum_rows`.
+      backend: see `sum_rows`.
     """
-    return scale_by(x, mean_square(x, num_heads=num_heads), weight, eps)
+    squares = mean_square(x, num_heads=num_heads, backend=backend)
+    return scale_by(x, squares, weight, eps, backend)
 
 
-def layer_norm(x: jax.Array, weight: jax.Array, eps: float, *, num_heads: int = 1) -> jax.Array:
+def layer_norm(
+    x: jax.Array,
+    weight: jax.Array,
+    eps: float,
+    *,
+    num_heads: int = 1,
+    backend: str | None = None,
+) -> jax.Array:
     """Normalise rows to mean 0 and variance 1 (Ba et al., 2016), without a bias.
 
     Args:
@@ -44,36 +60,42 @@ def layer_norm(x: jax.Array, weight: jax.Array, eps: float, *, num_heads: int = 
       eps: constant added to the variance.
       num_heads: number of rows of `x` per token, such as its heads. It only influences the order
         of summation, see `sum_rows`.
+      backend: see `sum_rows`.
 
     Example:
       >>> layer_norm(jnp.array([[1.0, 3.0]]), jnp.array([1.0, 2.0]), 0.0)
       Array([[-1.,  2.]], dtype=float32)
     """
     E = x.shape[-1]
-    centred = x - sum_rows(x, rows_per_token=num_heads) / E
-    variance = sum_rows(jnp.square(centred), rows_per_token=num_heads) / E
+    add = functools.partial(sum_rows, rows_per_token=num_heads, backend=backend)
+    centred = x - rounded(add(x) / E, backend)
+    variance = rounded(add(jnp.square(centred)) / E, backend)
     weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
-    return centred * lax.rsqrt(variance + eps) * weight
+    return rounded(centred * inverse_root(variance + eps, backend) * weight, backend)
 
 
-def mean_square(x: jax.Array, *, num_heads: int = 1) -> jax.Array:
+def mean_square(x: jax.Array, *, num_heads: int = 1, backend: str | None = None) -> jax.Array:
     """Return the mean of the squares of `x` over its last dimension, as in `rms_norm`.
 
     Args:
       x: float32 ``[..., E]``.
       num_heads: number of rows of `x` per token, such as its heads. It only influences the order
         of summation, see `sum_rows`.
+      backend: see `sum_rows`.
 
     Returns:
       float32 ``[..., 1]``.
     """
-    return sum_rows(jnp.square(x), rows_per_token=num_heads) / x.shape[-1]
+    squares = sum_rows(jnp.square(x), rows_per_token=num_heads, backend=backend)
+    return rounded(squares / x.shape[-1], backend)
 
 
-def scale_by(x: jax.Array, mean_square: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+def scale_by(
+    x: jax.Array, mean_square: jax.Array, weight: jax.Array, eps: float, backend: str | None = None
+) -> jax.Array:
     """Apply RMS norm to `x`, given its mean square ``[..., 1]``; see `rms_norm`."""
     weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
-    return x * lax.rsqrt(mean_square + eps) * weight
+    return rounded(x * inverse_root(mean_square + eps, backend) * weight, backend)
 
 
 def expand(x: jax.Array, rank: int) -> jax.Array:
@@ -86,7 +108,7 @@ def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
     return x + expand(bias, x.ndim)
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, backend: str | None = None) -> jax.Array:
     """Rotate the pairs ``(x[i], x[i + D / 2])`` of each head (RoFormer, section 3.2.2).
 
     The elements are paired as in Hugging Face checkpoints. In Meta's checkpoints, the two elements
@@ -96,11 +118,23 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
       x: float32 ``[..., heads, D]``.
       cos: f32 ``[..., D / 2]``, cosine of the angle of each pair.
       sin: f32 ``[..., D / 2]``, sine of the angle of each pair.
+      backend: see `rounded`.
     """
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
     cos, sin = cos[..., None, :], sin[..., None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    multiply = functools.partial(_multiply, backend=backend)
+    return jnp.concatenate(
+        [
+            multiply(first, cos) - multiply(second, sin),
+            multiply(second, cos) + multiply(first, sin),
+        ],
+        axis=-1,
+    )
+
+
+def _multiply(x: jax.Array, y: jax.Array, backend: str | None) -> jax.Array:
+    return rounded(x * y, backend)
 
 
 def split_and_rotate(
@@ -110,6 +144,7 @@ def split_and_rotate(
     norms: tuple[jax.Array, jax.Array] | None,
     *,
     norm_eps: float,
+    backend: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Split a QKV projection, and normalise and rotate its queries and keys.
 
@@ -119,6 +154,7 @@ def split_and_rotate(
       sin: f32 ``[..., D / 2]``, see `rotate`.
       norms: weights ``[D]`` of the RMS norms of queries and of keys; None for no norms.
       norm_eps: constant added to the mean square of a head.
+      backend: see `sum_rows`.
 
     Returns:
       Queries ``[..., H, D]``, keys ``[..., K, D]`` and values ``[..., K, D]``, float32.
@@ -129,15 +165,21 @@ def split_and_rotate(
     q = qkv[..., :G, :].reshape(*rows, H, D)
     k, v = qkv[..., G, :], qkv[..., G + 1, :]
     if norms is not None:
-        q = rms_norm(q, norms[0], norm_eps, num_heads=H)
-        k = rms_norm(k, norms[1], norm_eps, num_heads=K)
-    return rotate(q, cos, sin), rotate(k, cos, sin), v
+        q = rms_norm(q, norms[0], norm_eps, num_heads=H, backend=backend)
+        k = rms_norm(k, norms[1], norm_eps, num_heads=K, backend=backend)
+    return rotate(q, cos, sin, backend), rotate(k, cos, sin, backend), v
 
 
 def rope_then_write(
-    write: Callable[[WriteArgs], Pools], args: RopeWriteArgs, options: Options
+    write: Callable[[WriteArgs], Pools],
+    args: RopeWriteArgs,
+    options: Options,
+    backend: str | None = None,
 ) -> tuple[jax.Array, Pools]:
-    """Run `paged_rope_write` in plain JAX: normalise and rotate in float32, then call `write`."""
+    """Run `paged_rope_write` in plain JAX: normalise and rotate in float32, then call `write`.
+
+    For `backend`, see `sum_rows`.
+    """
     pools = args.pools
     q, k, v = split_and_rotate(
         args.qkv.astype(jnp.float32),
@@ -145,6 +187,7 @@ def rope_then_write(
         args.sin,
         args.norms,
         norm_eps=options.norm_eps,
+        backend=backend,
     )
     pools = write(WriteArgs(pools, k, v, args.blocks, args.offsets, args.layer))
     return q.astype(query_dtype(pools.k.dtype)), pools

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -64,6 +65,24 @@ def sets_rows_in_place(platform: str, dtype: DTypeLike) -> bool:
     """
     dtype = jnp.dtype(dtype)
     return platform != "cpu" or dtype not in BITS or cpu_backend().sets_rows_in_place(dtype)
+
+
+def default_kv_dtype(weights_dtype: DTypeLike, platform: str) -> np.dtype:
+    """Return the dtype of a cache for weights of a floating-point type, unless the user chooses it.
+
+    Args:
+      weights_dtype: dtype of the weights.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+
+    Example:
+      >>> default_kv_dtype("bfloat16", "gpu").name
+      'bfloat16'
+    """
+    dtype = jnp.dtype(weights_dtype)
+    # On a CPU without the C++ kernels, use float32, because XLA would copy a whole bfloat16 pool to
+    # float32 at every write.
+    is_in_place = dtype == jnp.bfloat16 and sets_rows_in_place(platform, dtype)
+    return dtype if platform != "cpu" or is_in_place else jnp.dtype(jnp.float32)
 
 
 def _set_rows_on_cpu(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:

@@ -169,8 +169,10 @@ class WeightFormat:
         """Return the shape and dtype of each array of a matrix. Keys are fields of `WeightArrays`.
 
         Args:
-          shape: shape of the matrix, ``[*out, in]``.
+          shape: shape of the matrix, ``[*out, in]``; of any rank if the format is not quantised.
         """
+        if not self.is_quantised:
+            return {"values": (shape, self.value_dtype)}
         *rows, num_inputs = shape
         columns = num_inputs * num_bits(self.code) // 8 if self.is_packed else num_inputs
         arrays = {"values": ((*rows, columns), self.value_dtype)}

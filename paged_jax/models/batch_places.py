@@ -43,7 +43,7 @@ from paged_jax.kernels.attention import chunked_attention, chunked_prefill_atten
 from paged_jax.kernels.cascade import is_sharing_possible
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
 from paged_jax.kernels.pool_format import query_dtype
-from paged_jax.models.config import LlamaConfig
+from paged_jax.models.config import ModelConfig
 from paged_jax.models.layer_attention import (
     Attend,
     Heads,
@@ -299,7 +299,7 @@ def next_places(
 
 
 def decode_attention(
-    function: str, places: BatchPlaces, config: LlamaConfig, *, cascade: bool, backend: str | None
+    function: str, places: BatchPlaces, config: ModelConfig, *, cascade: bool, backend: str | None
 ) -> Attend[GroupPools]:
     """Return the `attend` function of a decode step with one new token per row.
 
@@ -341,7 +341,7 @@ def decode_attention(
 
 
 def prefill_attention(
-    function: str, places: BatchPlaces, config: LlamaConfig, T: int, backend: str | None
+    function: str, places: BatchPlaces, config: ModelConfig, T: int, backend: str | None
 ) -> Attend[GroupPools]:
     """Return the `attend` function of a prefill step, with up to T new tokens in each row.
 
@@ -369,7 +369,7 @@ def _attend_with(
     op: Literal["decode", "prefill"],
     function: str,
     places: BatchPlaces,
-    config: LlamaConfig,
+    config: ModelConfig,
     backend: str | None,
 ) -> Attend[GroupPools]:
     """Return an `attend` function that writes keys and values to the pools, then calls `compute`.
@@ -394,7 +394,7 @@ def _attend_with(
         q, pools = places.write(group, carry[group], heads, index, backend)
         options = {
             "layer": index,
-            "scale": heads.sm_scale,
+            "scale": heads.scale,
             "soft_cap": heads.soft_cap,
             "sinks": heads.sinks,
             "value_dim": heads.value_dim,
@@ -402,7 +402,7 @@ def _attend_with(
             "v_scale": pools.v_scale,
             "backend": backend_for(op, backend),
         }
-        out = compute(q, pools, group, Reach.of_layer(config, layer), options)
+        out = compute(q, pools, group, config.reach(layer), options)
         return out, (*carry[:group], pools, *carry[group + 1 :])
 
     return attend

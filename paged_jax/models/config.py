@@ -1,498 +1,502 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Configuration of a Llama-family model, in memory and as a Hugging Face ``config.json``."""
+"""`ModelConfig`: the configuration of a decoder of any family."""
 
 import dataclasses
 import functools
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
-from paged_jax.arguments import names_arguments
-from paged_jax.formatting import shortened
-from paged_jax.models.config_checks import check_config
-from paged_jax.models.config_json import read_fields, write_fields
-from paged_jax.models.family import NO_MULTIPLIERS, SOFTMAX_ROUTER, Multipliers, Router
+import jax
+
+from paged_jax.arguments import check_positive, names_arguments
+from paged_jax.formatting import cut, shortened
+from paged_jax.models.errors import UnsupportedConfigError
+from paged_jax.models.layer_attention import Reach
 from paged_jax.models.layer_groups import (
-    CHUNKED,
-    DENSE,
-    FULL,
-    HYBRID,
-    NOTHING,
-    RECURRENT_TYPES,
-    SLIDING,
-    SPARSE,
     KVShape,
-    LatentSizes,
     LayerGroup,
-    LayerKind,
-    ResidualStreams,
     StateShape,
     group_layers,
     group_states,
 )
-from paged_jax.models.mixer_sizes import Mixer
-from paged_jax.models.model_folder import read_config_json
-from paged_jax.models.rope import QueryScale, Rope, RopeScaling
+from paged_jax.models.layer_spec import LayerSpec
+from paged_jax.models.matrix_formats import is_stacked, matrix_name
+from paged_jax.models.model_folder import ConfigEntries
+from paged_jax.models.parts.norm import Norm
+from paged_jax.models.parts.part import AttentionPart, Parameter, check_factor, matrix
+from paged_jax.models.parts.streams import ResidualStreams
+from paged_jax.models.rope import Rope
+
+# Dtypes of weights in files, except those of quantised matrices.
+FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class PerLayerTable(NamedTuple):
+    """Sizes of the table of per-layer embeddings (Gemma 3n), see `PerLayerEmbedding`.
+
+    Attributes:
+      size: elements of the embedding of a token in a layer (d).
+      vocab_size: number of tokens with a per-layer embedding, from token 0; 0 if all tokens of the
+        vocabulary have one. Other tokens use the embedding of token 0.
+    """
+
+    size: int
+    vocab_size: int = 0
+
+
+# Limit far above any real model. It rejects a mistyped number before it exhausts the memory.
+_MAX_LAYERS = 10_000
+# Defaults by model type, see `Family`.
+DEFAULTS_FILE = Path(__file__).parent / "families" / "defaults.json"
+
+
+@functools.cache
+def _stored_defaults() -> Mapping[str, Mapping[str, Any]]:
+    return json.loads(DEFAULTS_FILE.read_text(encoding="utf-8"))
+
+
+class Family:
+    """A model family: its ``config.json``, and the names of its tensors in files.
+
+    Subclasses read and write the file. `families.registry.FAMILIES` has an instance of each.
+
+    Attributes:
+      model_type: entry ``model_type`` of the file.
+      architecture: class of the model in transformers.
+      defaults: default values in transformers of keys that may be missing in the file. `read` gets
+        entries that are completed by them. A family of this package has those of
+        ``families/defaults.json``, which ``python -m tests.support.write_references defaults``
+        writes from transformers.
+      tensor_names: parameters mapped to the names of their tensors, if these differ from
+        `Part.tensor_names` of their part, also of `ModelConfig.outer_parameters`, such as the last
+        norm (``norm``). If a parameter is stored
+        as several tensors, the name of a piece follows a dot (``mixer_conv.q``). ``mixer_conv.*``
+        stands for all pieces that are not listed, and a * in the tensor's name is replaced by the
+        name of the piece. A fused parameter such as ``qkv_proj`` is one tensor in the files if it
+        is listed here. In the names of experts, a * stands for the number of an expert.
+        ``shared_expert`` is the module of the shared expert.
+      renamed: substrings of tensor names that occur in some files, mapped to their replacements.
+      in_memory: substrings of names in `tensor_names`, mapped to their replacements in the state
+        dict of transformers' model, which may fuse several tensors of the files.
+      prefixes: prefixes of tensor names, mapped to their replacements, or to None if these tensors
+        belong to another part of a multimodal model and are not read.
+      written_prefixes: prefixes of tensor names that this library reads, mapped to the prefixes in
+        files that it writes.
+      has_draft_layers: whether files may contain additional layers for multi-token prediction.
+        These layers are not read.
+      is_mxfp4: whether checkpoints may store experts in MXFP4, see `Mxfp4Experts`.
+      ignored: keys of the file that do not change the computation of this family.
+    """
+
+    model_type: str
+    architecture: str
+    defaults: Mapping[str, Any] = {}
+    tensor_names: Mapping[str, str] = {}
+    renamed: Mapping[str, str] = {}
+    in_memory: Mapping[str, str] = {}
+    prefixes: Mapping[str, str | None] = {}
+    written_prefixes: Mapping[str, str] = {}
+    has_draft_layers: bool = False
+    is_mxfp4: bool = False
+    ignored: tuple[str, ...] = ()
+
+    def __init_subclass__(cls) -> None:
+        """Take the stored defaults of the family, unless the class has its own."""
+        stored = _stored_defaults().get(vars(cls).get("model_type", ""))
+        if stored is not None and "defaults" not in vars(cls):
+            cls.defaults = stored
+
+    def read(self, entries: ConfigEntries) -> "ModelConfig":
+        """Return the config that the content of a ``config.json`` describes.
+
+        Entries that this method does not read are an error if they are known to change the
+        computation, and otherwise a warning.
+
+        Raises:
+          UnsupportedConfigError: the config needs an unsupported feature. The message names it.
+          ValueError: a required key is missing, or a value has the wrong type or is out of range.
+        """
+        raise NotImplementedError
+
+    def write(self, config: "ModelConfig") -> dict[str, Any]:
+        """Return the content of a ``config.json`` that transformers and `read` can read.
+
+        The caller checks that `read` returns the same config.
+        """
+        raise NotImplementedError
 
 
 @names_arguments
-@dataclasses.dataclass(frozen=True)
-class LlamaConfig:
-    """Sizes and options of a decoder of the Llama family.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Configuration of a decoder: its layers, and what is before and after them.
 
-    Fields that exist in Hugging Face's ``config.json`` have the same names.
+    `LlamaConfig` builds one from fields like those of a Hugging Face ``config.json``. Fields that
+    exist there have the same names here.
 
     Attributes:
       vocab_size, hidden_size: vocabulary size (V), and width of the residual stream (E).
-      intermediate_size: features of the dense MLP (F).
-      intermediate_sizes: features of the dense MLP of each layer; empty if all layers have
-        `intermediate_size` features. `intermediate_size` must be the largest of them.
-      num_hidden_layers: number of layers (L).
-      num_attention_heads, num_key_value_heads: number of query heads (H) and of KV heads (K).
-      head_dim: elements per head (D), even; 0 for ``hidden_size // num_attention_heads``.
-      num_global_key_value_heads, global_head_dim: number of KV heads and head dimension of layers
-        without a sliding window; 0 if they do not differ from the other layers.
-      max_position_embeddings: maximum length of a sequence in tokens.
-      rms_norm_eps: constant added to the mean square (or variance) in norms.
-      rope_theta, rope_scaling: base and scaling of the rotary frequencies.
-      rope_local_base_freq: base of the rotary frequencies in layers with a sliding window, without
-        scaling; None if these layers rotate like the others.
-      rope_layers: for each layer, whether it rotates queries and keys; empty if all layers do.
-      partial_rotary_factor: fraction of each head's elements that rotates, 0 to 1. The first
-        elements rotate. With "proportional" scaling, layers with `rope_local_base_freq` rotate
-        whole heads.
-      rope_interleaved: whether the elements of a rotated pair are neighbours in checkpoints.
-        Otherwise their distance is half of the rotated part.
+      layers: parts of each layer (L of them). Equal layers should be the same object.
+      norm: norm after the last layer.
+      max_position_embeddings: maximum length of a sequence in tokens. It also becomes that of the
+        rotary embeddings in `layers`, see `Rope`.
       tie_word_embeddings: whether the embedding table is also the output head.
-      qkv_bias, o_bias, mlp_bias: whether the input projections of attention (in latent attention
-        only ``latent_proj``), its output projection, and MLPs (also `moe_latent_size`) have biases.
-      qk_norm: whether queries and keys are normalised.
-      qk_norm_weight: whether these norms have weights.
-      qk_norm_layers: for each layer, whether it normalises queries and keys; empty if `qk_norm`
-        applies to all layers.
-      value_norm: whether the values of each head are normalised, without a weight.
-      attention_k_eq_v: whether layers without a sliding window have no projection of values. Their
-        values are equal to the projected keys before normalisation and rotation.
-      num_kv_shared_layers: number of layers at the end of the model that compute no keys and
-        values. Each of them reads the keys and values of the last layer of the same type that
-        computes them.
-      attention_gate: whether the output of each query head is multiplied by the sigmoid of a gate,
-        which is computed by the same projection as the query.
-      query_scale: factor of queries that depends on their position, or None.
-      latent: sizes of latent attention, or None. `head_dim` is then the size of the rotated part.
-      qk_norm_scope: ``"head"`` normalises each head separately, with the same weights for all
-        heads; ``"own"`` with different weights; ``"projection"`` all heads of a token together.
-      norm_placement: ``"pre"``: norms before attention and the MLP; ``"sandwich"``: before and
-        after; ``"post"``: after; ``"parallel"``: one norm before both, which run in parallel.
-      norm_placements: `norm_placement` of each layer; empty if it is the same in all layers.
-      norm_type: ``"rms"`` or ``"layer"``.
-      norm_offset: number added to the weights of norms.
-      hidden_act: activation of the gate, one of `norm_rope.ACTIVATIONS`.
       embedding_multiplier: factor of the embeddings. The factor itself is rounded to the dtype of
         the weights.
-      attention_multiplier: factor of the attention scores; None for ``head_dim ** -0.5``.
-      residual_multiplier: factor of the outputs of attention and the MLP.
-      multipliers: factors of other activations in a layer, see `Multipliers`.
-      layer_scalar: whether each layer multiplies its output by a learned scalar.
-      hidden_size_per_layer_input: size of the per-layer embeddings (Gemma 3n): each layer has its
-        own embedding of each token, and adds it to the residual stream through a gate; 0 for models
-        without them.
-      vocab_size_per_layer_input: number of tokens with a per-layer embedding, from token 0; 0 if
-        all tokens of the vocabulary have one. Other tokens use the embedding of token 0.
-      residual_streams: number and options of the residual streams; None for a single stream.
-      laurel_rank: rank of the low-rank projection that is added to the residual stream after
-        attention, see `residual.add_low_rank`; 0 for none.
-      activation_sparsity: for each layer, the fraction of the MLP's gates that is set to 0 if the
-        gates have a normal distribution; empty if no layer sets gates to 0.
-      use_double_wide_mlp: whether the MLPs of the last `num_kv_shared_layers` layers have twice as
-        many features.
       logit_scale: factor of the logits.
-      attn_logit_softcapping, final_logit_softcapping: scores and logits become
-        ``cap * tanh(x / cap)``; None for no cap.
-      attention_sinks: whether each head has a learned score that takes part in the softmax but
-        contributes no value.
-      num_experts, num_experts_per_tok: number of experts (0 for a dense MLP), and number of experts
-        chosen for each token.
-      moe_intermediate_size: features of each expert.
-      moe_latent_size: size of the vectors that experts read and write, if they are projections of
-        the hidden states; 0 if experts read and write hidden states.
-      shared_expert_intermediate_size: features of the shared expert; 0 for none.
-      shared_expert_gate: whether the output of the shared expert is multiplied by a gate.
-      norm_topk_prob: whether the weights of the chosen experts are divided by their sum.
-      router: options for choosing and weighting experts.
-      expert_bias: whether router and experts have biases.
-      separate_expert_norms: whether the inputs of the router and of the experts have separate
-        norms, and the outputs of the experts and of the shared expert have separate norms before
-        they are added. Requires the norm placement ``"sandwich"``.
-      swiglu_alpha, swiglu_limit: parameters of the activation of gpt-oss, see `mlp.clamped_swiglu`;
-        if `swiglu_limit` is None, experts use `hidden_act`.
-      sliding_window: number of last tokens that a query attends to in layers with a sliding window;
-        None if no layer has a window.
-      attention_chunk_size: in layers of type ``"chunked_attention"``, number of consecutive tokens
-        that attend only to each other; None if there are no such layers.
-      layer_types: ``"full_attention"``, ``"sliding_attention"``, ``"chunked_attention"``,
-        ``"linear_attention"``, ``"hybrid"`` (full and linear attention, added) or ``"none"`` (only
-        an MLP) for each layer; empty if all are attention layers with the same `sliding_window`.
-      mixer: sizes of the recurrent layers (linear attention); None if no layer is recurrent.
-      mlp_layer_types: ``"dense"`` (an MLP of `intermediate_size`), ``"sparse"`` (experts) or
-        ``"none"`` for each layer; empty if all layers have the same kind of MLP.
-      gated_mlp: whether MLPs and experts have a gate: they multiply ``activation(gate)`` by their
-        up projection. If False, there is no gate, and the activation is applied to the up
-        projection.
+      final_logit_softcapping: logits become ``cap * tanh(logits / cap)``; None for no cap.
+      streams: number and options of the residual streams; None for a single stream.
+      per_layer: sizes of the per-layer embeddings; None for models without them.
       initializer_range: standard deviation of initial weights.
       bos_token_id, eos_token_ids: special tokens.
-      model_type: key of the family in `families.FAMILIES`.
+      model_type: name of the family in ``config.json``.
       dtype: dtype of the weights in the files: float32, bfloat16 or float16.
+      family: reader and writer of the family's files; None for a model without files.
+      num_copies: number of devices that keep a copy of what is not divided over them, see `widen`.
 
     Raises:
-      ValueError: a value is out of range, or fields do not fit together.
-
-    Example:
-      >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=172,
-      ...                      num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4)
-      >>> config.head_dim
-      8
+      ValueError: a value is out of range.
     """
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int = 0
-    num_global_key_value_heads: int = 0
-    global_head_dim: int = 0
+    layers: tuple[LayerSpec, ...]
+    norm: Norm
     max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    rope_local_base_freq: float | None = None
-    rope_layers: tuple[bool, ...] = ()
-    partial_rotary_factor: float = 1.0
-    rope_interleaved: bool = False
     tie_word_embeddings: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    qk_norm_weight: bool = True
-    qk_norm_layers: tuple[bool, ...] = ()
-    qk_norm_scope: str = "head"
-    value_norm: bool = False
-    attention_k_eq_v: bool = False
-    num_kv_shared_layers: int = 0
-    attention_gate: bool = False
-    latent: LatentSizes | None = None
-    query_scale: QueryScale | None = None
-    norm_placement: str = "pre"
-    norm_placements: tuple[str, ...] = ()
-    norm_type: str = "rms"
-    norm_offset: float = 0.0
-    hidden_act: str = "silu"
     embedding_multiplier: float = 1.0
-    attention_multiplier: float | None = None
-    residual_multiplier: float = 1.0
-    multipliers: Multipliers = NO_MULTIPLIERS
-    layer_scalar: bool = False
-    intermediate_sizes: tuple[int, ...] = ()
-    vocab_size_per_layer_input: int = 0
-    residual_streams: ResidualStreams | None = None
-    laurel_rank: int = 0
-    activation_sparsity: tuple[float, ...] = ()
-    hidden_size_per_layer_input: int = 0
-    use_double_wide_mlp: bool = False
     logit_scale: float = 1.0
-    attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
-    attention_sinks: bool = False
-    num_experts: int = 0
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
-    moe_latent_size: int = 0
-    shared_expert_intermediate_size: int = 0
-    shared_expert_gate: bool = True
-    norm_topk_prob: bool = False
-    router: Router = SOFTMAX_ROUTER
-    expert_bias: bool = False
-    separate_expert_norms: bool = False
-    swiglu_alpha: float = 1.702
-    swiglu_limit: float | None = None
-    sliding_window: int | None = None
-    attention_chunk_size: int | None = None
-    layer_types: tuple[str, ...] = ()
-    mixer: Mixer | None = None
-    mlp_layer_types: tuple[str, ...] = ()
-    gated_mlp: bool = True
+    streams: ResidualStreams | None = None
+    per_layer: PerLayerTable | None = None
     initializer_range: float = 0.02
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     model_type: str = "llama"
     dtype: str = "float32"
-
-    def __str__(self) -> str:
-        """Return a text like `repr`, but only with the fields that differ from their defaults."""
-        return shortened(self)
+    num_copies: int = 1
+    family: Family | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not self.head_dim:
-            if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
-                raise ValueError(
-                    "LlamaConfig: hidden_size must be a multiple of num_attention_heads when "
-                    f"head_dim is not given, got hidden_size {self.hidden_size} and "
-                    f"num_attention_heads {self.num_attention_heads}."
-                )
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        check_config(self)
-        self._normalise()
-        _ = self.ropes  # `Rope` checks the sizes
+        check_positive(
+            "ModelConfig",
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            max_position_embeddings=self.max_position_embeddings,
+            num_hidden_layers=len(self.layers),
+        )
+        check_factor(
+            "ModelConfig",
+            embedding_multiplier=self.embedding_multiplier,
+            logit_scale=self.logit_scale,
+            final_logit_softcapping=self.final_logit_softcapping,
+        )
+        if self.dtype not in FLOAT_DTYPES:
+            raise UnsupportedConfigError(
+                f"ModelConfig: dtype must be one of {', '.join(FLOAT_DTYPES)}, got {self.dtype!r}."
+            )
+        ropes = [spec.attention and spec.attention.rope for spec in {*self.layers}]
+        lengths = {rope.max_position_embeddings for rope in ropes if rope is not None}
+        if lengths - {0, self.max_position_embeddings}:
+            object.__setattr__(self, "layers", self.map_layers(self._set_length))
 
-    def _normalise(self) -> None:
-        """Replace per-layer tuples that repeat the default by (), so that equal models are `==`."""
+    def __str__(self) -> str:
+        """Return a short text with the fields that differ from their defaults.
+
+        Instead of the layers, it has their number.
+        """
         values = {
-            "norm_placements": self.norm_placement,
-            "qk_norm_layers": self.qk_norm,
-            "intermediate_sizes": self.intermediate_size,
-            "activation_sparsity": 0.0,
-            "rope_layers": True,
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.repr and getattr(self, field.name) != field.default
         }
-        uniform = [name for name, value in values.items() if set(getattr(self, name)) == {value}]
-        if set(self.layer_types) in ({FULL}, {SLIDING}):
-            if FULL in self.layer_types:
-                object.__setattr__(self, "sliding_window", None)
-            uniform.append("layer_types")
-        if set(self.mlp_layer_types) in ({DENSE}, {SPARSE}):
-            uniform.append("mlp_layer_types")
-        for name in uniform:
-            object.__setattr__(self, name, ())
+        values.pop("layers", None)
+        values["num_hidden_layers"] = self.num_hidden_layers
+        shown = (f"{name}={shortened(value)}" for name, value in values.items())
+        return cut(f"{type(self).__name__}({', '.join(shown)})")
 
-    @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> "LlamaConfig":
-        """Return the config described by a Hugging Face ``config.json`` of transformers 4 or 5.
+    @functools.cached_property
+    def num_hidden_layers(self) -> int:
+        """Number of layers (L)."""
+        return len(self.layers)
 
-        Missing optional keys get the default values that transformers uses for the model family.
+    @functools.cached_property
+    def _attention(self) -> AttentionPart | None:
+        return next((spec.attention for spec in self.layers if spec.attention is not None), None)
 
-        Raises:
-          UnsupportedConfigError: the config needs an unsupported feature. The message names it.
-          ValueError: a required key is missing, or a value has the wrong type or is out of range.
+    @functools.cached_property
+    def num_attention_heads(self) -> int:
+        """Number of query heads (H) in the first layer with attention; 0 without attention."""
+        return 0 if self._attention is None else self._attention.num_heads
 
-        Example:
-          >>> LlamaConfig.from_dict({
-          ...     "model_type": "llama", "vocab_size": 32, "hidden_size": 16,
-          ...     "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-          ... }).num_key_value_heads
-          2
-        """
-        return cls(**read_fields(config))
+    @functools.cached_property
+    def num_key_value_heads(self) -> int:
+        """Number of KV heads (K) in the first layer with attention; 0 without attention."""
+        return 0 if self._attention is None else self._attention.kv.num_kv_heads
 
-    @classmethod
-    def from_file(cls, path: str | Path) -> "LlamaConfig":
-        """Return the config in a ``config.json``.
+    @functools.cached_property
+    def head_dim(self) -> int:
+        """Head dimension (D) of the first layer with attention; 0 without attention."""
+        return 0 if self._attention is None else self._attention.head_dim
 
-        `path` is the file, or the folder that contains it.
-
-        Raises:
-          FileNotFoundError: the file does not exist.
-          ValueError: the file does not hold a JSON object, or its content is invalid, see
-            `from_dict`.
-        """
-        return cls.from_dict(read_config_json(Path(path)))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the content of a ``config.json`` that transformers and `from_dict` can read.
-
-        Raises:
-          ValueError: transformers cannot represent this combination of options in the family
-            `model_type`.
-        """
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        written = write_fields(fields)
-        read = LlamaConfig.from_dict(written)
-        for name, value in fields.items():
-            expected = getattr(read, name)
-            if value != expected and not _are_close(value, expected):
-                raise ValueError(
-                    f"LlamaConfig: {name} must be {expected!r} for model_type "
-                    f"{self.model_type!r}, because its config.json cannot express another value, "
-                    f"got {value!r}."
-                )
-        return written
+    @functools.cached_property
+    def num_experts(self) -> int:
+        """Number of experts in the layers that have most of them; 0 without experts."""
+        return max(0 if spec.experts is None else spec.experts.num_experts for spec in self.layers)
 
     @functools.cached_property
     def sliding_windows(self) -> tuple[int | None, ...]:
         """Sliding window or chunk size of each layer, in tokens; None for layers without either."""
-        windows = {SLIDING: self.sliding_window, CHUNKED: self.attention_chunk_size}
-        return tuple(windows.get(kind) for kind in self.layer_kinds)
+        return tuple(self.reach(layer).sliding_window for layer in range(len(self.layers)))
 
     @functools.cached_property
     def attention_chunks(self) -> tuple[int | None, ...]:
         """Chunk size of each layer with chunked attention, in tokens; None for other layers."""
-        size = self.attention_chunk_size
-        return tuple(size if kind == CHUNKED else None for kind in self.layer_kinds)
+        return tuple(self.reach(layer).chunk for layer in range(len(self.layers)))
+
+    def reach(self, layer: int | jax.Array) -> Reach:
+        """Return the limits on the tokens that a layer's queries attend to.
+
+        The index `layer` may be traced if all layers have the same limits.
+        """
+        if not isinstance(layer, int):
+            assert len({*self.sliding_windows}) == 1
+            layer = 0
+        attention = self.layers[layer].attention
+        return Reach(None, None) if attention is None else attention.reach
 
     @functools.cached_property
     def kv_shapes(self) -> tuple[KVShape | None, ...]:
         """Shape of a token's keys and values in each layer; None for layers without attention."""
-        D, K = self.head_dim, self.num_key_value_heads
-        local = KVShape(K, D, D)
-        global_D = self.global_head_dim or D
-        whole = KVShape(self.num_global_key_value_heads or K, global_D, global_D)
-        if self.latent is not None:
-            local = whole = self.latent.kv_shape
-        shapes = {FULL: whole, HYBRID: whole, SLIDING: local, CHUNKED: local}
-        return tuple(shapes.get(kind) for kind in self.layer_kinds)
-
-    @property
-    def shares_kv(self) -> tuple[bool, ...]:
-        """For each layer, whether it reads the keys and values of an earlier layer."""
-        first = self.num_hidden_layers - self.num_kv_shared_layers
-        return tuple(layer >= first for layer in range(self.num_hidden_layers))
+        return tuple(spec.kv for spec in self.layers)
 
     @functools.cached_property
     def kv_sources(self) -> tuple[int, ...]:
         """For each layer, index of the layer that computes its keys and values (often itself)."""
-        owners = {
-            kind: layer for layer, kind in enumerate(self.layer_kinds) if not self.shares_kv[layer]
-        }
-        layers = enumerate(zip(self.layer_kinds, self.shares_kv, strict=True))
-        return tuple(owners.get(kind, i) if shares else i for i, (kind, shares) in layers)
+        sources = (spec.attention and spec.attention.source for spec in self.layers)
+        return tuple(layer if source is None else source for layer, source in enumerate(sources))
 
     @functools.cached_property
     def state_shapes(self) -> tuple[tuple[StateShape, ...], ...]:
         """For each layer, the arrays of a sequence's state; empty for attention layers."""
-        states = () if self.mixer is None else self.mixer.states
-        return tuple(states if kind in RECURRENT_TYPES else () for kind in self.layer_kinds)
-
-    @property
-    def layer_kinds(self) -> tuple[str, ...]:
-        """Type of each layer. If `layer_types` is empty, all layers have the same type."""
-        kind = FULL if self.sliding_window is None else SLIDING
-        return self.layer_types or (kind,) * self.num_hidden_layers
-
-    @property
-    def _mlp_kinds(self) -> tuple[str, ...]:
-        kind = SPARSE if self.num_experts else DENSE
-        return self.mlp_layer_types or (kind,) * self.num_hidden_layers
-
-    @property
-    def has_experts(self) -> tuple[bool, ...]:
-        """For each layer, whether it has experts instead of a dense MLP."""
-        return tuple(kind == SPARSE for kind in self._mlp_kinds)
-
-    @functools.cached_property
-    def layer_configs(self) -> tuple["LlamaConfig", ...]:
-        """For each layer, the config of a model in which all layers are like this layer.
-
-        Layers with the same properties have the same config object.
-
-        Example:
-          >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
-          ...     num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-          ...     global_head_dim=16, sliding_window=4,
-          ...     layer_types=("sliding_attention", "full_attention"))
-          >>> [layer.head_dim for layer in config.layer_configs]
-          [8, 16]
-        """
-        L = self.num_hidden_layers
-        placements = self.norm_placements or (self.norm_placement,) * L
-        properties = (
-            self.layer_kinds, self._mlp_kinds, self.sliding_windows, self.kv_shapes,
-            self.shares_kv, placements, self.qk_norm_layers or (self.qk_norm,) * L,
-            self.activation_sparsity or (0.0,) * L,
-            self.intermediate_sizes or (self.intermediate_size,) * L,
-        )  # fmt: skip
-        kinds = tuple(LayerKind(*each) for each in zip(*properties, strict=True))
-        distinct = dict.fromkeys(kinds)
-        configs = {kind: dataclasses.replace(self, **kind.changes(self)) for kind in distinct}
-        return tuple(configs[kind] for kind in kinds)
+        return tuple(spec.states for spec in self.layers)
 
     @functools.cached_property
     def ropes(self) -> tuple[Rope | None, ...]:
         """Rotary embedding of each layer; None for layers that do not rotate queries and keys."""
-        rotates = self.rope_layers or (True,) * self.num_hidden_layers
-        kinds = tuple(zip(self.sliding_windows, self.kv_shapes, rotates, strict=True))
-        ropes = {kind: self._rope(*kind) for kind in dict.fromkeys(kinds)}
-        return tuple(ropes[kind] for kind in kinds)
-
-    def _rope(self, window: int | None, kv: KVShape | None, rotates: bool) -> Rope | None:
-        if kv is None or not rotates:
-            return None
-        local_theta = None if window is None else self.rope_local_base_freq
-        is_local = local_theta is not None
-        scaling = self.rope_scaling
-        is_proportional = scaling is not None and scaling.rope_type == "proportional"
-        factor = 1.0 if is_local and is_proportional else self.partial_rotary_factor
-        head_dim = kv.head_dim if self.latent is None else self.head_dim
-        return Rope(
-            head_dim=head_dim,
-            rotary_dim=int(head_dim * factor),
-            theta=self.rope_theta if local_theta is None else local_theta,
-            scaling=None if is_local else scaling,
-            max_position_embeddings=self.max_position_embeddings,
-        )
+        return tuple(spec.attention and spec.attention.rope for spec in self.layers)
 
     @functools.cached_property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """Groups of layers with the same window and KV shape, see `layer_groups.group_layers`."""
-        shapes = zip(self.kv_shapes, self.shares_kv, strict=True)
-        kept = [None if shares else kv for kv, shares in shapes]
+        """Groups of layers with the same window and KV shape, see `layer_groups.group_layers`.
+
+        A model without attention has a group without layers.
+        """
+        kept = [
+            kv if source == layer else None
+            for layer, (kv, source) in enumerate(zip(self.kv_shapes, self.kv_sources, strict=True))
+        ]
         if any(kept):
             return group_layers(self.sliding_windows, kept)
-        num_heads = self.num_key_value_heads if self.latent is None else self.latent.num_copies
-        return (LayerGroup(None, (), KVShape(num_heads, 1, 0)),)
+        return (LayerGroup(None, (), KVShape(self.num_copies, 1, 0)),)
 
     @functools.cached_property
     def state_groups(self) -> tuple[LayerGroup, ...]:
         """Groups of recurrent layers with states of equal shapes; empty without such layers."""
         return group_states(self.state_shapes)
 
-    @property
+    @functools.cached_property
     def can_scan_layers(self) -> bool:
-        """Whether all layers have the same config, so that `Llama` supports `scan_layers`."""
-        kinds = {*zip(self.layer_configs, self.ropes, strict=True)}
-        is_special = self.mixer is not None or self.residual_streams is not None
-        return len(kinds) == 1 and not is_special and not self.hidden_size_per_layer_input
+        """Whether all layers are equal, so that the model supports `scan_layers`."""
+        return len({*self.layers}) == 1 and self.layers[0].can_stack
 
-    @property
-    def dense_intermediate_size(self) -> int:
-        """Number of features of the dense MLP or of the shared expert; 0 if there is neither."""
-        if NOTHING in self.mlp_layer_types and len({*self.mlp_layer_types}) == 1:
-            return 0
-        return self.shared_expert_intermediate_size if self.num_experts else self.intermediate_size
+    def parameter(self, name: str) -> Parameter:
+        """Return the description of a parameter of the model.
 
-    @property
-    def expert_inputs(self) -> int:
-        """Size of the vectors that experts read and write."""
-        return self.moe_latent_size or self.hidden_size
+        Args:
+          name: such as ``"layers.3.qkv_proj"``, ``"layers.qkv_proj"`` if the layers are stacked, or
+            ``"embed_tokens"``. Scales and other arrays of a matrix have the description of the
+            matrix.
 
-    @property
-    def num_kv_rows(self) -> int:
-        """Number of key and value rows per KV head in the fused projection ``qkv_proj``.
-
-        It is usually 2: a key and a value. It is 1 if the keys are also used as values, and 0 if no
-        layer projects keys and values.
+        Raises:
+          KeyError: the model has no such parameter.
         """
-        if all(self.shares_kv):
-            return 0
-        return 1 if self.attention_k_eq_v else 2
+        name = matrix_name(name)
+        if not name.startswith("layers."):
+            return self.outer_parameters[name]
+        _, *index, kind = name.split(".")
+        layer = 0 if is_stacked(name) else int(index[0])
+        return self._layer_parameters[self.layers[layer]][kind]
 
-    @property
-    def value_features(self) -> int:
-        """Number of input features of the output projection of attention."""
-        per_head = self.head_dim if self.latent is None else self.latent.v_head_dim
-        return self.num_attention_heads * per_head
+    @functools.cached_property
+    def _layer_parameters(self) -> dict[LayerSpec, dict[str, Parameter]]:
+        return {spec: spec.parameters(self.hidden_size) for spec in {*self.layers}}
 
-    @property
-    def qkv_features(self) -> int:
-        """Number of output features of ``qkv_proj``: ``(H + 2 K) D`` without gates."""
-        queries = self.num_attention_heads * (2 if self.attention_gate else 1)
-        return (queries + self.num_kv_rows * self.num_key_value_heads) * self.head_dim
+    @functools.cached_property
+    def outer_parameters(self) -> dict[str, Parameter]:
+        """Parameters outside of the layers, by name.
+
+        ::
+
+            embed_tokens            [V, E]         lm_head   [V, E]    norm  [E]
+            embed_tokens_per_layer  [rows, L * d]  per_layer_model_proj  [L * d, E]
+            per_layer_norm          [d]
+            stream_proj             [n - 1, E, E]  stream_out_proj       [n - 1, E, E]
+        """
+        V, E, L = self.vocab_size, self.hidden_size, len(self.layers)
+        parameters = {"embed_tokens": matrix(V, E, divided=2)}
+        if self.per_layer is not None:
+            d = self.per_layer.size
+            rows = self.per_layer.vocab_size or V
+            parameters |= {
+                "embed_tokens_per_layer": matrix(rows, L * d, divided=2, stays_float=True),
+                "per_layer_model_proj": matrix(L * d, E, stays_float=True),
+                **self.norm.parameters("per_layer_norm", d),
+            }
+        if self.streams is not None:
+            others = self.streams.count - 1, E, E
+            parameters["stream_proj"] = matrix(*others, stays_float=True)
+            parameters["stream_out_proj"] = matrix(*others, stays_float=True)
+        parameters |= self.norm.parameters("norm", E)
+        if not self.tie_word_embeddings:
+            parameters["lm_head"] = matrix(V, E, divided=2)
+        return parameters
+
+    def matrices(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield all matrices with their names, such as ``"layers.o_proj"``.
+
+        Layers are not numbered. Matrices of equal layers are yielded once.
+        """
+        named = list(self.outer_parameters.items())
+        for parameters in self._layer_parameters.values():
+            named += [(f"layers.{name}", parameter) for name, parameter in parameters.items()]
+        return ((name, parameter) for name, parameter in named if parameter.is_matrix)
+
+    def widen(self, num_devices: int) -> "ModelConfig":
+        """Return a config with copies of heads, so that each device has at least one of each kind.
+
+        The additional heads are copies, so the model computes the same function. With latent
+        attention, each device keeps all latent vectors.
+        """
+
+        def widen(spec: LayerSpec) -> LayerSpec:
+            return spec.map(lambda step: step.widen(num_devices))
+
+        return self.replace(layers=self.map_layers(widen), num_copies=num_devices)
+
+    def divide(self, function: str, num_devices: int) -> "ModelConfig":
+        """Return the config of the model that each device runs, see `shard_config`.
+
+        Raises:
+          ValueError: the model cannot be divided. The message begins with `function`.
+        """
+        for spec in dict.fromkeys(self.layers):
+            for step in spec.steps:
+                step.check_divides(function, num_devices)
+        per_layer = self.per_layer
+        if per_layer is not None and per_layer.vocab_size:
+            for size in (self.vocab_size, per_layer.vocab_size):
+                if size % num_devices:
+                    raise ValueError(
+                        f"{function}: tensor_parallel_size must divide the model's vocabulary "
+                        f"sizes, one of which is {size}, got {num_devices}."
+                    )
+            per_layer = per_layer._replace(vocab_size=per_layer.vocab_size // num_devices)
+
+        def divide(spec: LayerSpec) -> LayerSpec:
+            return spec.map(lambda step: step.widen(num_devices).divide(num_devices))
+
+        return self.replace(
+            layers=self.map_layers(divide),
+            vocab_size=-(-self.vocab_size // num_devices),
+            per_layer=per_layer,
+        )
+
+    def _set_length(self, spec: LayerSpec) -> LayerSpec:
+        """Let the maximum length select the factors of rotary embeddings, see `Rope`."""
+        length = self.max_position_embeddings
+
+        def set_length(part: Any) -> Any:
+            if isinstance(part, AttentionPart) and part.rope and part.rope.max_position_embeddings:
+                rope = dataclasses.replace(part.rope, max_position_embeddings=length)
+                return dataclasses.replace(cast(Any, part), rope=rope)
+            return part.map_inner(set_length)
+
+        return spec.map(set_length)
+
+    def map_layers(self, function: Callable[[LayerSpec], LayerSpec]) -> tuple[LayerSpec, ...]:
+        """Apply a function once to each distinct layer."""
+        changed = {spec: function(spec) for spec in dict.fromkeys(self.layers)}
+        return tuple(changed[spec] for spec in self.layers)
+
+    def replace(self, **changes: Any) -> "ModelConfig":
+        """Return a config with other values of the fields of `ModelConfig`.
+
+        The result is a `ModelConfig`, also if this is a `LlamaConfig`.
+        """
+        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(ModelConfig)}
+        return ModelConfig(**fields | changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of a ``config.json`` that transformers can read.
+
+        Raises:
+          ValueError: the family `model_type` cannot represent this config, or is unknown.
+        """
+        if self.family is None:
+            raise ValueError(
+                f"ModelConfig: family must be set to write a config.json, got None in {self}."
+            )
+        config = self.replace()
+        written = self.family.write(config)
+        read = self.family.read(ConfigEntries(written).complete(self.family.defaults))
+        if difference := find_difference(config, read):
+            name, value, expected = difference
+            raise ValueError(
+                f"ModelConfig: {name} must be {expected!r} for model_type {self.model_type!r}, "
+                f"because its config.json cannot express another value, got {value!r}."
+            )
+        return written
 
 
-def _are_close(a: Any, b: Any) -> bool:
-    """Return whether two floats are equal up to rounding; False for other types.
+def check_num_layers(num_layers: int) -> None:
+    """Check that the number of layers is plausible, before lists of this length are made.
 
-    Some fields are stored in ``config.json`` as their reciprocal, which changes the last digits.
+    Raises:
+      ValueError: the number is not positive, or exceeds `_MAX_LAYERS`.
     """
-    return isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-12)
+    check_positive("LlamaConfig", num_hidden_layers=num_layers)
+    if num_layers > _MAX_LAYERS:
+        raise ValueError(
+            f"LlamaConfig: num_hidden_layers must be at most {_MAX_LAYERS}, got {num_layers}."
+        )
+
+
+def find_difference(a: Any, b: Any, name: str = "") -> tuple[str, Any, Any] | None:
+    """Find the first difference of two configs, also inside of their parts.
+
+    Floats may differ by rounding, because some values are stored as their reciprocal.
+
+    Returns:
+      The name of a value, such as ``"layers[0].steps[0].part.num_heads"``, and the two values; None
+      without a difference.
+    """
+    if dataclasses.is_dataclass(a) and type(a) is type(b):
+        for field in dataclasses.fields(a):
+            if field.compare:
+                inner = f"{name}.{field.name}".removeprefix(".")
+                if found := find_difference(getattr(a, field.name), getattr(b, field.name), inner):
+                    return found
+        return None
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        xs, ys = cast(tuple[Any, ...], a), cast(tuple[Any, ...], b)
+        if len(xs) != len(ys):
+            return name, xs, ys
+        pairs = enumerate(zip(xs, ys, strict=True))
+        found = (find_difference(x, y, f"{name}[{index}]") for index, (x, y) in pairs)
+        return next(filter(None, found), None)
+    is_close = isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-12)
+    return None if a == b or is_close else (name, cast(Any, a), cast(Any, b))

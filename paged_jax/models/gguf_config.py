@@ -2,7 +2,8 @@
 
 The metadata is converted to the content of a ``config.json``, which `LlamaConfig.from_dict` reads
 and checks. Missing entries get the default values of llama.cpp. If the architecture has an entry
-that this module neither reads nor knows to be harmless, an error names this entry.
+that this module neither reads nor knows to be harmless, an error names this entry. Unknown entries
+without the name of the architecture are a warning.
 """
 
 import dataclasses
@@ -14,11 +15,13 @@ from typing import Any
 import numpy as np
 
 from paged_jax.arguments import is_int, is_real
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.config_checks import check_num_layers
-from paged_jax.models.family import UnsupportedConfigError
-from paged_jax.models.gguf_file import GgufError, GgufFile, TensorEntry
+from paged_jax.models.config import ModelConfig, check_num_layers
+from paged_jax.models.errors import UnsupportedConfigError
+from paged_jax.models.gguf_file import GgufError, GgufFile, TensorEntry, warn_of_unknown
 from paged_jax.models.layer_groups import FULL, SLIDING
+from paged_jax.models.llama_config import LlamaConfig
+from paged_jax.models.parts.attention import Attention
+from paged_jax.models.parts.part import Part
 
 _REQUIRED: Any = object()
 # Tensors with divisors of the rotary frequencies, float32 ``[rotary_dim / 2]``.
@@ -32,6 +35,9 @@ _IGNORED = frozenset(
         "attention.layer_norm_epsilon", "decoder_start_token_id", "use_parallel_residual",
     )
 )  # fmt: skip
+# Beginnings of other entries: `gguf_tokenizer` checks those of the tokenizer and of sampling. The
+# others describe the model, or how its file was made.
+_OTHER_PREFIXES = ("tokenizer.", "general.", "split.", "quantize.", "imatrix.", "mradermacher.")
 # Entries of unsupported features, each with the values for which it has no effect.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
@@ -60,7 +66,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def read_gguf_config(file: GgufFile) -> LlamaConfig:
+def read_gguf_config(file: GgufFile) -> ModelConfig:
     """Return the configuration of the model in a GGUF file.
 
     Raises:
@@ -68,14 +74,20 @@ def read_gguf_config(file: GgufFile) -> LlamaConfig:
       ValueError: an entry is missing, or has the wrong type or range.
     """
     metadata = _Metadata(file)
-    config = metadata.read()
-    tensors = file.tensors
-    has_bias = {name: f"blk.0.attn_{name}.bias" in tensors for name in ("q", "qkv", "output")}
-    if "blk.0.attn_q_norm.weight" in tensors and not config.qk_norm:
+    config, tensors = metadata.read(), file.tensors
+    if "blk.0.attn_q_norm.weight" in tensors and config.layers[0].get(Attention).norm is None:
         raise metadata.unsupported("tensor blk.0.attn_q_norm.weight")
-    return dataclasses.replace(
-        config, qkv_bias=has_bias["q"] or has_bias["qkv"], o_bias=has_bias["output"]
-    )
+    biases = {
+        "qkv_bias": "blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
+        "o_bias": "blk.0.attn_output.bias" in tensors,
+    }
+
+    def set_biases(part: Part) -> Part:
+        if isinstance(part, Attention):
+            return dataclasses.replace(part, **biases)
+        return part.map_inner(set_biases)
+
+    return config.replace(layers=config.map_layers(lambda spec: spec.map(set_biases)))
 
 
 class _Metadata:
@@ -104,7 +116,7 @@ class _Metadata:
         self.architecture = architecture
         self._read: set[str] = set()
 
-    def read(self) -> LlamaConfig:
+    def read(self) -> ModelConfig:
         """Return the configuration without attention biases, which `read_gguf_config` sets."""
         if self.architecture not in _ARCHITECTURES:
             raise UnsupportedConfigError(
@@ -296,6 +308,9 @@ class _Metadata:
 
     def _check_unread(self) -> None:
         prefix = f"{self.architecture}."
+        known = (prefix, *_OTHER_PREFIXES)
+        others = [key for key in self._file.metadata if not key.startswith(known)]
+        warn_of_unknown(self._file.path, others)
         for full_key, value in self._file.metadata.items():
             key = full_key.removeprefix(prefix)
             if key == full_key or key in self._read or key in _IGNORED:
@@ -326,11 +341,14 @@ def _llama(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         "model_type": "mixtral",
         "num_local_experts": experts,
         "intermediate_size": config["moe_intermediate_size"],
+        "moe_intermediate_size": None,
     }
 
 
-def _qwen(model_type: str) -> Callable[[_Metadata, Mapping[str, Any]], dict[str, Any]]:
-    return lambda metadata, config: {"model_type": model_type, "norm_topk_prob": True}
+def _qwen(
+    model_type: str, **entries: Any
+) -> Callable[[_Metadata, Mapping[str, Any]], dict[str, Any]]:
+    return lambda metadata, config: {"model_type": model_type, **entries}
 
 
 def _gemma2(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -384,6 +402,7 @@ def _gpt_oss(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         "model_type": "gpt_oss",
         "num_local_experts": config.get("num_experts"),
         "intermediate_size": config.get("moe_intermediate_size", config["intermediate_size"]),
+        "moe_intermediate_size": None,
         "attention_bias": True,
         # In gpt-oss, YaRN's bounds of the interpolated pairs are not rounded to integers.
         "rope_parameters": None if scaling is None else {**scaling, "truncate": False},
@@ -396,7 +415,7 @@ _ARCHITECTURES: Mapping[str, Callable[[_Metadata, Mapping[str, Any]], dict[str, 
     "llama": _llama,
     "qwen2": _qwen("qwen2"),
     "qwen3": _qwen("qwen3"),
-    "qwen3moe": _qwen("qwen3_moe"),
+    "qwen3moe": _qwen("qwen3_moe", norm_topk_prob=True),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "phi3": _phi3,

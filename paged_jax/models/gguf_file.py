@@ -18,7 +18,8 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -115,6 +116,16 @@ class GgufFile:
         return cls(path, first.metadata, tensors)
 
 
+def warn_of_unknown(path: Path, keys: Iterable[str]) -> None:
+    """Warn of metadata entries that are not read; without keys, do nothing."""
+    if names := ", ".join(sorted(keys)):
+        warnings.warn(
+            f"{path}: the metadata must only contain known entries, got {names}. They are ignored: "
+            "check that the model works without them.",
+            stacklevel=3,
+        )
+
+
 class Texts(Sequence[str]):
     """Array of strings in a GGUF file. A string is decoded when it is accessed.
 
@@ -165,11 +176,11 @@ def _open(path: Path) -> GgufFile:
 def _read(path: Path, num_bytes: int, _: int) -> GgufFile:
     try:
         import gguf
-    except ImportError:
+    except ImportError as error:
         raise GgufError(
-            f"{path}: the package gguf is required to read this file. Install it with: pip install "
-            "'paged-jax[gguf]'."
-        ) from None
+            f"{path}: the package gguf is required to read this file ({error}). Install it with: "
+            "pip install 'paged-jax[gguf]'."
+        ) from error
     if not num_bytes:
         raise GgufError(f"{path}: must be a GGUF file, got an empty file.")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

@@ -5,10 +5,7 @@ This module does not import JAX, because the scheduler uses it.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-from paged_jax.arguments import check_positive
-from paged_jax.models.family import SOFTMAX_ROUTER
+from typing import NamedTuple
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -27,14 +24,6 @@ LAYER_TYPES = (*ATTENTION_TYPES, CHUNKED, *RECURRENT_TYPES, NOTHING)
 DENSE = "dense"
 SPARSE = "sparse"
 MLP_TYPES = (DENSE, SPARSE, NOTHING)
-# Fields of a `LlamaConfig` that hold the number and sizes of experts.
-_EXPERT_FIELDS = (
-    "num_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "moe_latent_size",
-    "shared_expert_intermediate_size",
-)
 
 
 class KVShape(NamedTuple):
@@ -52,75 +41,6 @@ class KVShape(NamedTuple):
     value_dim: int
 
 
-class LatentSizes(NamedTuple):
-    """Sizes of latent attention, named as in ``config.json``. See `layer_attention`.
-
-    Attributes:
-      q_lora_rank: elements of the latent vector of queries; 0 if there is none.
-      kv_lora_rank: elements of the latent vector of keys and values.
-      qk_nope_head_dim: number of elements of a query or key that are not rotated.
-      qk_rope_head_dim: number of elements of a query or key that are rotated.
-      v_head_dim: number of elements of a head's value.
-      num_copies: number of copies of the cached vectors. With tensor parallelism, each device has a
-        copy of the vectors of all tokens.
-    """
-
-    q_lora_rank: int
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    num_copies: int = 1
-
-    @property
-    def query_dim(self) -> int:
-        """Number of elements of a head's query, both rotated and unrotated."""
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    @property
-    def kv_shape(self) -> KVShape:
-        """Shape of the cached vectors ``[c | rotated]``. All heads of a device share one vector."""
-        return KVShape(self.num_copies, self.kv_lora_rank + self.qk_rope_head_dim, 0)
-
-    def num_features(self, num_heads: int) -> int:
-        """Return the number of activations per token in attention, for memory estimates."""
-        kept = self.kv_lora_rank + self.qk_rope_head_dim
-        return num_heads * (self.query_dim + kept + self.kv_lora_rank) + self.q_lora_rank + kept
-
-    def check(self, head_dim: int, num_heads: int, num_kv_heads: int) -> None:
-        """Check these sizes and whether they fit the head fields of a `LlamaConfig`.
-
-        Raises:
-          ValueError: a size is out of range, or the sizes do not fit the heads.
-        """
-        sizes = self._asdict()
-        q_lora_rank = sizes.pop("q_lora_rank")
-        check_positive("LlamaConfig", **sizes)
-        if q_lora_rank < 0:
-            raise ValueError(f"LlamaConfig: q_lora_rank must be 0 or more, got {q_lora_rank}.")
-        if head_dim != self.qk_rope_head_dim or num_heads != num_kv_heads:
-            raise ValueError(
-                "LlamaConfig: with latent attention, head_dim must equal qk_rope_head_dim, and "
-                f"num_key_value_heads must equal num_attention_heads, got head_dim {head_dim} and "
-                f"num_key_value_heads {num_kv_heads}."
-            )
-
-
-class ResidualStreams(NamedTuple):
-    """Number and options of a token's residual streams, see `residual`.
-
-    Attributes:
-      count: number of streams (n), at least 2.
-      active: index of the stream on which attention and MLP run.
-      scales_active: whether the active stream is multiplied by the parameter ``stream_factor``
-        before it gates the layer's token embeddings, see `residual.add_to_streams`.
-    """
-
-    count: int
-    active: int = 0
-    scales_active: bool = True
-
-
 class StateShape(NamedTuple):
     """Description of an array that a recurrent layer keeps for each sequence.
 
@@ -134,71 +54,6 @@ class StateShape(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: str | None
-
-
-class LayerKind(NamedTuple):
-    """Properties of a layer that may differ between layers, except the rotary embedding.
-
-    Attributes:
-      kind, mlp_kind: type of the layer, and type of its MLP.
-      window: number of last tokens that a query attends to; None for all tokens. In layers with
-        chunked attention, it is the chunk size.
-      kv: shape of its keys and values; None for layers without attention.
-      shares_kv: whether it reads the keys and values of an earlier layer.
-      norm_placement: placement of its norms, see `LlamaConfig`.
-      has_qk_norm: whether it normalises queries and keys.
-      sparsity: fraction of the MLP's gates to set to 0, see `LlamaConfig.activation_sparsity`.
-      intermediate_size: features of its dense MLP.
-    """
-
-    kind: str
-    mlp_kind: str
-    window: int | None
-    kv: KVShape | None
-    shares_kv: bool
-    norm_placement: str
-    has_qk_norm: bool
-    sparsity: float
-    intermediate_size: int
-
-    def changes(self, config: Any) -> dict[str, Any]:
-        """Return the changes to `config` after which all layers are of this kind.
-
-        The result maps the names of config fields to their new values.
-        """
-        L, is_recurrent = config.num_hidden_layers, self.kind in RECURRENT_TYPES
-        is_special = self.kv is None or is_recurrent or self.kind == CHUNKED
-        changes: dict[str, Any] = {
-            "layer_types": (self.kind,) * L if is_special else (),
-            "mlp_layer_types": (NOTHING,) * L if self.mlp_kind == NOTHING else (),
-            "rope_layers": (),
-            "norm_placement": self.norm_placement,
-            "norm_placements": (),
-            "mixer": config.mixer if is_recurrent else None,
-            "o_bias": config.o_bias and self.kv is not None,
-            "num_kv_shared_layers": L if self.shares_kv else 0,
-            "use_double_wide_mlp": False,
-            "activation_sparsity": (self.sparsity,) * L if self.sparsity else (),
-            "intermediate_size": self.intermediate_size,
-            "intermediate_sizes": (),
-            "sliding_window": None if self.kind == CHUNKED else self.window,
-            "attention_chunk_size": self.window if self.kind == CHUNKED else None,
-            "qk_norm": self.has_qk_norm,
-            "qk_norm_layers": (),
-            "global_head_dim": 0,
-            "num_global_key_value_heads": 0,
-        }
-        if self.shares_kv and config.use_double_wide_mlp:
-            changes["intermediate_size"] = 2 * self.intermediate_size
-        if self.kv is not None and config.latent is None:
-            changes |= {"num_key_value_heads": self.kv.num_kv_heads, "head_dim": self.kv.head_dim}
-        if self.mlp_kind != SPARSE:
-            changes |= dict.fromkeys(_EXPERT_FIELDS, 0)
-            changes |= {"expert_bias": False, "router": SOFTMAX_ROUTER}
-            changes |= {"separate_expert_norms": False}
-        if self.window is not None:
-            changes["attention_k_eq_v"] = False
-        return changes
 
 
 class LayerGroup(NamedTuple):
@@ -305,7 +160,7 @@ def layer_places(
     Args:
       groups: the groups.
       kv_sources: for each layer, the layer whose keys and values it reads, see
-        `LlamaConfig.kv_sources`.
+        `ModelConfig.kv_sources`.
 
     Example:
       >>> layer_places([LayerGroup(None, (1,)), LayerGroup(8, (0, 3))], [0, 1, 2, 3, 1])

@@ -1,14 +1,11 @@
-"""Weight matrices as parameters of a model, and embedding lookup."""
+"""Access to the weight matrices of a model in a forward pass, and embedding lookup."""
 
-import contextlib
-import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
@@ -18,15 +15,13 @@ from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, dequant
 from paged_jax.kernels.weight_packing import as_bits, from_bits, take_interleaved_rows
 from paged_jax.models.matrix_formats import (
     SUFFIXES,
-    MatrixFormats,
 )
-from paged_jax.models.quantise import quantise
+
+if TYPE_CHECKING:
+    from flax import nnx
 
 # Number of lanes of a TPU vector register: each of its rows has this number of elements.
 _TPU_LANES = 128
-
-# Whether a model is created only to find the shapes of its parameters, see `only_shapes`.
-_HAS_ONLY_SHAPES = contextvars.ContextVar("_HAS_ONLY_SHAPES", default=False)
 
 # Placement of parameters on devices: one sharding for all parameters, or a function of a
 # parameter's name and shape. The name is "layers.0.qkv_proj", or "layers.qkv_proj" if the layers
@@ -34,81 +29,12 @@ _HAS_ONLY_SHAPES = contextvars.ContextVar("_HAS_ONLY_SHAPES", default=False)
 Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None
 
 
-@contextlib.contextmanager
-def only_shapes() -> Iterator[None]:
-    """Return a context in which `random_matrix` and `add_matrix` create matrices of zeros.
-
-    In `jax.eval_shape` of a model, this saves the time to trace the random numbers and the
-    quantisation of all matrices.
-    """
-    token = _HAS_ONLY_SHAPES.set(True)
-    try:
-        yield
-    finally:
-        _HAS_ONLY_SHAPES.reset(token)
-
-
-def random_matrix(rngs: nnx.Rngs, shape: Any, dtype: DTypeLike, deviation: float) -> jax.Array:
-    """Return initial values from a normal distribution; zeros in an `only_shapes` context."""
-    if _HAS_ONLY_SHAPES.get():
-        return jnp.zeros(shape, dtype)
-    return nnx.initializers.normal(deviation)(rngs.params(), shape, dtype)
-
-
-def add_matrix(module: nnx.Module, name: str, w: jax.Array, format: WeightFormat) -> None:
-    """Convert `w` to a format, and add its arrays to a module as parameters."""
-    if not format.is_quantised:
-        setattr(module, name, nnx.Param(w.astype(jnp.dtype(format.code))))
-        return
-    if _HAS_ONLY_SHAPES.get():
-        shapes = format.shapes(w.shape)
-        arrays = WeightArrays(**{each: jnp.zeros(*shapes[each]) for each in shapes})
-    else:
-        arrays = quantise(w.astype(jnp.float32), format)
-    for suffix, array in zip(("", *SUFFIXES), arrays, strict=True):
-        if array is not None:
-            setattr(module, name + suffix, nnx.Param(array))
-
-
-class SeparateMatrices(nnx.Module):
-    """Matrices of one layer that cannot be stacked, because their formats differ by layer.
-
-    The stack of layers has an attribute with such a module for each layer. The attribute's name is
-    the index of the layer, so parameters are named as in separate layers: ``"layers.3.down_proj"``.
-
-    Args:
-      formats: storage format of each matrix of the layer.
-    """
-
-    def __init__(self, formats: "MatrixFormats"):
-        self.formats = formats
-
-
-def separate_matrices(stack: nnx.Module, formats: "MatrixFormats", num_layers: int) -> None:
-    """Replace stacked float matrices by `SeparateMatrices` if their formats differ by layer.
-
-    Args:
-      stack: module with the stacked parameters of all layers. It is changed in place.
-      formats: storage format of each matrix of the model.
-      num_layers: number of layers.
-    """
-    if not (kinds := formats.differing):
-        return
-    for layer in range(num_layers):
-        own = SeparateMatrices(formats.of_layer(layer))
-        for kind in kinds:
-            add_matrix(own, kind, getattr(stack, kind)[layer], own.formats[kind])
-        setattr(stack, str(layer), own)
-    for kind in kinds:
-        delattr(stack, kind)
-
-
 def get_matrix(
-    module: nnx.Module,
+    module: "nnx.Module",
     name: str,
     format: WeightFormat,
     dtype: DTypeLike,
-    stack: nnx.Module | None = None,
+    stack: "nnx.Module | None" = None,
     layer: jax.Array | int | None = None,
 ) -> Weight:
     """Return a matrix of a module as a `Weight`, with all arrays of its format.
@@ -135,7 +61,7 @@ def get_matrix(
     )
 
 
-def _parameters(module: nnx.Module, name: str) -> WeightArrays:
+def _parameters(module: "nnx.Module", name: str) -> WeightArrays:
     parameters = (getattr(module, name + suffix, None) for suffix in ("", *SUFFIXES))
     return WeightArrays(*(None if each is None else each[...] for each in parameters))
 
@@ -152,7 +78,7 @@ class LayerParameters:
     """
 
     layer: Any
-    stack: nnx.Module | None
+    stack: "nnx.Module | None"
     index: jax.Array | int
     backend: str | None
 

@@ -8,9 +8,9 @@ rounding error is at most half of the scale. Only weights are quantised, not act
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,8 +18,38 @@ from jax.typing import DTypeLike
 
 from paged_jax.kernels.weight_formats import INT8, WeightFormat
 
-if TYPE_CHECKING:
-    from paged_jax.models.config import LlamaConfig
+
+class MatrixLike(Protocol):
+    """Description of a matrix, a `Parameter`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape; the last dimension is the inputs."""
+        ...
+
+    @property
+    def stays_float(self) -> bool:
+        """Whether the option `dtype` never quantises the matrix."""
+        ...
+
+
+class HasMatrices(Protocol):
+    """Model, or a device's share of it, with descriptions of its matrices; a `ModelConfig`."""
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of matrices that are not quantised."""
+        ...
+
+    @property
+    def tie_word_embeddings(self) -> bool:
+        """Whether the embedding table is also the output head."""
+        ...
+
+    def matrices(self) -> Iterator[tuple[str, MatrixLike]]:
+        """Yield the names and descriptions of the matrices. Layers are not numbered."""
+        ...
+
 
 # Suffixes in the names of parameters that hold the scales, minima and input order of a matrix.
 SUFFIXES = SCALE, MIN, ORDER = "_scale", "_min", "_order"
@@ -53,32 +83,12 @@ DTYPE_FORMATS = {
 }
 
 
-# Matrices with names that do not end with "_proj". Names with this ending are always matrices.
+# Matrices with names that do not end with "_proj". Names with this ending are always matrices. Add
+# none: new matrices have this ending.
 _OTHER_MATRICES = (
     "embed_tokens", "embed_tokens_per_layer", "per_layer_gate", "laurel_left", "laurel_right",
     "lm_head", "router", "shared_expert_gate",
 )  # fmt: skip
-
-
-# Matrices of the per-layer embeddings. They are never quantised, because a step would hardly become
-# faster: it reads only a few rows of the large table, and the other matrices are small.
-_PER_LAYER = (
-    "embed_tokens_per_layer", "per_layer_model_proj", "layers.per_layer_gate",
-    "layers.per_layer_proj",
-)  # fmt: skip
-
-
-# Matrices of residual streams. They are never quantised, because their errors affect all layers.
-_OF_STREAMS = ("stream_proj", "stream_out_proj", "layers.laurel_left", "layers.laurel_right")
-
-
-# Matrices of a layer that the option `dtype` does not quantise, because they are small.
-_SMALL = ("router", "shared_expert_gate")
-
-
-# Small matrices of recurrent layers. They are not quantised, because errors in the gates would
-# accumulate in the state.
-_SMALL_OF_MIXERS = ("mixer_gates_proj", "mixer_rank_proj", "mixer_decay_proj", "mixer_gate_proj")
 
 
 # Names of formats by `WeightFormat.code`. The name of any other format is its code.
@@ -111,11 +121,12 @@ class MatrixFormats:
     others: tuple[tuple[str, WeightFormat], ...] = ()
 
     @classmethod
-    def of_dtype(cls, dtype: DTypeLike, config: "LlamaConfig") -> "MatrixFormats":
-        """Return the formats that the option `dtype` of `Llama` and `from_pretrained` implies.
+    def of_dtype(cls, dtype: DTypeLike, config: HasMatrices) -> "MatrixFormats":
+        """Return the formats that the option `dtype` of `Decoder` and `from_pretrained` implies.
 
-        With a dtype in `DTYPE_FORMATS`, two kinds of matrices stay floating point, because steps
-        read little of them: small matrices, and an embedding table that is not the output head.
+        With a dtype in `DTYPE_FORMATS`, some matrices stay floating point: matrices that are small
+        or whose errors accumulate (see `Parameter.stays_float`), and an embedding table that is not
+        the output head, of which steps read only a few rows.
 
         Args:
           dtype: a float dtype, or a key of `DTYPE_FORMATS`.
@@ -125,19 +136,12 @@ class MatrixFormats:
         if (format := DTYPE_FORMATS.get(name_of(dtype))) is None:
             return cls(WeightFormat(name_of(dtype)))
         floats = WeightFormat(name_of(config.dtype))
-        others = {f"layers.{name}": floats for name in _SMALL} if config.num_experts else {}
-        if config.hidden_size_per_layer_input:
-            others |= dict.fromkeys(_PER_LAYER, floats)
-        if config.residual_streams is not None or config.laurel_rank:
-            others |= dict.fromkeys(_OF_STREAMS, floats)
-        if config.mixer is not None:
-            others |= {f"layers.{name}": floats for name in _SMALL_OF_MIXERS}
-        if config.latent is not None:
-            others["layers.kv_b_proj"] = floats
-        for layer in set(config.layer_configs):
-            for name, num_inputs in _num_inputs(layer).items():
-                if not fits(format, num_inputs):
-                    others[f"layers.{name}"] = INT8
+        others: dict[str, WeightFormat] = {}
+        for name, parameter in config.matrices():
+            if parameter.stays_float:
+                others[name] = floats
+            elif not fits(format, parameter.shape[-1]):
+                others[name] = INT8
         head = "embed_tokens"
         if not config.tie_word_embeddings:
             others["embed_tokens"], head = floats, "lm_head"
@@ -250,28 +254,6 @@ class MatrixFormats:
 def fits(format: WeightFormat, num_inputs: int) -> bool:
     """Return whether `num_inputs` inputs consist of whole groups, packed bytes and sections."""
     return num_inputs % format.unit == 0
-
-
-def _num_inputs(config: "LlamaConfig") -> dict[str, int]:
-    """Return the number of inputs of each quantisable matrix of a layer, by matrix name."""
-    inputs = {
-        "gate_up_proj": config.hidden_size,
-        "down_proj": config.dense_intermediate_size,
-    }
-    if config.latent is not None:
-        inputs["latent_proj"] = config.hidden_size
-        inputs["q_proj"] = config.latent.q_lora_rank or config.hidden_size
-        inputs["o_proj"] = config.value_features
-    elif config.kv_shapes[0] is not None:
-        inputs["qkv_proj"] = config.hidden_size
-        inputs["o_proj"] = config.value_features
-    if config.mixer is not None:
-        shapes = config.mixer.shapes(config.hidden_size)
-        inputs |= {name: shapes[name][-1] for name in ("mixer_in_proj", "mixer_out_proj")}
-    if config.num_experts:
-        inputs["experts_gate_up_proj"] = inputs["moe_out_proj"] = config.expert_inputs
-        inputs["experts_down_proj"] = config.moe_intermediate_size
-    return inputs
 
 
 def is_matrix(name: str) -> bool:

@@ -3,7 +3,8 @@
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,60 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+class ConfigEntries(Mapping[str, Any]):
+    """Entries of a ``config.json`` that record which of them are read.
+
+    Copies made by `replace` and `complete` share the record. Do not unpack the entries into a dict:
+    this reads all of them.
+
+    Args:
+      values: the entries, by key.
+      keys_read: the record, which is shared.
+    """
+
+    def __init__(self, values: Mapping[str, Any], keys_read: set[str] | None = None):
+        self._values = dict(values)
+        self._keys_read = set[str]() if keys_read is None else keys_read
+
+    def __getitem__(self, key: str) -> Any:
+        self._keys_read.add(key)
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def replace(self, values: Mapping[str, Any]) -> "ConfigEntries":
+        """Copy the entries, with other values for some keys."""
+        return ConfigEntries(self._values | dict(values), self._keys_read)
+
+    def complete(self, defaults: Mapping[str, Any]) -> "ConfigEntries":
+        """Copy the entries, and add defaults for keys that are missing."""
+        return ConfigEntries(dict(defaults) | self._values, self._keys_read)
+
+    def find_unread(self) -> set[str]:
+        """Find the keys that nobody has read, except entries that are null."""
+        return {key for key, value in self._values.items() if value is not None} - self._keys_read
+
+
+def warn_of_unknown(place: str, keys: Iterable[str], architecture: str) -> None:
+    """Warn of entries that are not read; without keys, do nothing.
+
+    Args:
+      place: file or object that contains the entries.
+      keys: keys of the entries.
+      architecture: class of the model in transformers.
+    """
+    if names := ", ".join(sorted(keys)):
+        warnings.warn(
+            f"LlamaConfig: {place} must only contain known entries, got {names}. They are ignored: "
+            f"check that {architecture} works without them.",
+            stacklevel=3,
+        )
+
+
 def read_entry(config: Mapping[str, Any], key: str, default: Any) -> Any:
     """Return an entry of a ``config.json``. If it is missing or null, return the default."""
     value = config.get(key)
@@ -86,6 +141,16 @@ def read_integer(config: Mapping[str, Any], key: str, default: Any = REQUIRED) -
     return value
 
 
+def as_json(value: Any) -> str:
+    """Return an entry as it stands in the file, for error messages."""
+    return json.dumps(value, default=repr)
+
+
+def as_integer(value: Any) -> Any:
+    """Convert a float with an integral value to int; return any other value unchanged."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def read_number(config: Mapping[str, Any], key: str, default: Any = REQUIRED) -> float:
     """Return an entry of a ``config.json`` that must be a finite number; see `read_entry`."""
     value = read_entry(config, key, default)
@@ -100,6 +165,23 @@ def read_boolean(config: Mapping[str, Any], key: str, default: Any = REQUIRED) -
     if not isinstance(value, bool):
         raise ValueError(f"LlamaConfig: {key} must be true or false, got {value!r}.")
     return value
+
+
+def read_token_ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """Return an entry of a ``config.json`` that is a token id, a list of them, or null."""
+    value = config.get(key)
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(is_int(token) and token >= 0 for token in values):
+        raise ValueError(
+            f"LlamaConfig: {key} must be a token id or a list of token ids (integers of at least "
+            f"0), got {value!r}."
+        )
+    return tuple(values)
+
+
+def write_token_ids(token_ids: tuple[int, ...]) -> int | list[int] | None:
+    """Return the entry for `read_token_ids`."""
+    return token_ids[0] if len(token_ids) == 1 else [*token_ids] or None
 
 
 def read_name(config: Mapping[str, Any], key: str, default: str) -> str:

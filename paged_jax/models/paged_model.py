@@ -11,8 +11,10 @@ A subclass defines the computation of its layers, and calls a given function for
                  logits(hidden)
 
 `attend` writes keys and values into the cache, and attends to the cache. The model itself does not
-handle blocks or lengths. `Llama` is one such model, `examples/other_models.py` shows another one.
+handle blocks or lengths. `Decoder` is one such model, `examples/other_models.py` shows another one.
 """
+
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +22,13 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from paged_jax.arguments import check_positive, names_arguments
+from paged_jax.arguments import ArgumentError, check_positive, names_arguments
 from paged_jax.cache.groups import CacheGroup
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.cache.sequence_blocks import max_blocks_in_slot, num_blocks_needed
 from paged_jax.kernels import padded_head_dim
+from paged_jax.kernels.dispatch import exact_backend, exact_variants, is_exact
+from paged_jax.kernels.rows import default_kv_dtype
 from paged_jax.kernels.weight_formats import WeightFormat
 from paged_jax.models.batch_places import (
     BatchPlaces,
@@ -33,10 +37,11 @@ from paged_jax.models.batch_places import (
     prefill_attention,
     reserve_places,
 )
-from paged_jax.models.config import LlamaConfig
+from paged_jax.models.config import ModelConfig
 from paged_jax.models.layer_attention import Attend, Carry
 from paged_jax.models.layer_groups import layer_places
 from paged_jax.models.matrix_formats import MatrixFormats
+from paged_jax.models.sequence_attention import sequence_attention
 from paged_jax.models.state_places import StatePlaces, create_states
 from paged_jax.models.step_arrays import StepArrays, as_step_arrays
 
@@ -51,6 +56,11 @@ class PagedModel(nnx.Module):
         sliding windows determine the cache. Token ids are checked against the vocabulary size.
         `max_position_embeddings` limits the length of sequences, and `eos_token_ids` end them.
         Memory planning uses the hidden sizes. All other fields are used only by the subclass.
+      numerics: ``"fast"`` or ``"exact"``, see `with_numerics`.
+      cache_dtype: name of the dtype of the caches for this model, see `with_numerics`; None for the
+        dtype that an engine uses by default, see `kv_dtype`.
+      exact_backend: name of the backend for exact numerics without a given backend; None until
+        `with_numerics` chooses it.
 
     Example:
       >>> from paged_jax import Heads, LlamaConfig
@@ -74,7 +84,124 @@ class PagedModel(nnx.Module):
       (3, [3])
     """
 
-    config: LlamaConfig
+    config: ModelConfig
+    numerics: str = "fast"
+    cache_dtype: str | None = None
+    exact_backend: str | None = None
+
+    def with_numerics(
+        self,
+        numerics: str | None = None,
+        cache_dtype: DTypeLike | None = None,
+        backend: str | None = None,
+    ) -> Self:
+        """Return the model with the same weights and other numerics.
+
+        With ``"exact"``, the bits of a log-probability depend only on the tokens before it, the
+        weights and the dtype of the cache. They do not depend on the batch, on chunks, on the
+        prefix cache, or on whether an engine, `rollout`, `log_probs` or ``model(token_ids)``
+        computes it. ``"fast"`` promises no equal bits.
+
+        Args:
+          numerics: ``"fast"`` or ``"exact"``; None to keep the model's.
+          cache_dtype: dtype to which `rollout`, `log_probs` and exact numerics round keys and
+            values, as the cache of an engine does; None to keep the model's.
+          backend: backend of exact numerics, ``"cpu"`` or ``"xla"``. They give different bits, so
+            `log_probs` needs the engine's. None to keep the model's, at first the C++ kernels if
+            they are available.
+
+        Raises:
+          ValueError: this model or machine does not support exact numerics.
+        """
+        numerics = self.numerics if numerics is None else numerics
+        dtype = self.cache_dtype if cache_dtype is None else jnp.dtype(cache_dtype).name
+        exact_backend = self.exact_backend
+        if numerics == "exact":
+            exact_backend = self._choose_exact_backend(dtype or self.kv_dtype.name, backend)
+        elif numerics != "fast":
+            rule = f"must be 'fast' or 'exact', got {numerics!r}."
+            raise ArgumentError("with_numerics", rule, "numerics")
+        settings = numerics, dtype, exact_backend
+        if settings == (self.numerics, self.cache_dtype, self.exact_backend):
+            return self
+        model = nnx.merge(*nnx.split(self))
+        model.numerics, model.cache_dtype, model.exact_backend = settings
+        return model
+
+    def _choose_exact_backend(self, cache_dtype: str, backend: str | None) -> str:
+        """Return the exact backend for a backend that `with_numerics` got."""
+        reason = self.exact_refusal()
+        if reason is not None:
+            raise ArgumentError("with_numerics", f"must be 'fast' {reason}.", "numerics")
+        codes, dtype = self.matrix_formats.codes, self.float_dtype
+        for name in exact_variants(backend or self.exact_backend):
+            reason = exact_backend(name).unavailable_for(codes, dtype, cache_dtype)
+            if reason is None:
+                return name
+        rule = (
+            f"must be 'fast' with backend={backend!r}, got 'exact': {reason}. Pass another backend."
+        )
+        raise ArgumentError("with_numerics", rule, "numerics")
+
+    def exact_refusal(self) -> str | None:
+        """Return why the model does not support exact numerics, or None if it does.
+
+        The result is a phrase, such as "for a model with recurrent layers". A subclass supports
+        exact numerics if all its sums over rows are `kernels.linear.sum_rows` with its `backend`,
+        and all its matmuls are `linear` or `grouped_linear` with its `backend`.
+        """
+        return f"for the model class {type(self).__name__}"
+
+    def resolve_backend(self, backend: str | None) -> str | None:
+        """Return the backend of the model's ops, which is an exact one with exact numerics.
+
+        Raises:
+          ValueError: numerics are exact, and the backend has no exact variant.
+        """
+        if self.numerics == "fast":
+            return backend
+        return exact_variants(backend or self.exact_backend)[0]
+
+    def final_states(self, token_ids: jax.Array, num_tokens: jax.Array) -> jax.Array:
+        """Return the hidden states of whole sequences, computed without a cache.
+
+        The function is differentiable. Keys and values are rounded to `kv_dtype`.
+
+        Args:
+          token_ids: i32 ``[B, T]``, each row padded at its end.
+          num_tokens: i32 ``[B]``, number of tokens in each row.
+
+        Returns:
+          The input of `logits`, float32 ``[B, T, E]``, arbitrary in the padding.
+        """
+        # Exact numerics need a single program, because XLA fuses operations of a program.
+        run: Any = _final_states if self.numerics == "fast" else _final_states_in_jit
+        return run(self, token_ids, num_tokens)
+
+    def run_sequences(
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        attend: Attend[tuple[()]],
+        backend: str | None,
+    ) -> jax.Array:
+        """Embed the tokens of whole sequences and run the layers, differentiably.
+
+        By default, this is `hidden_states`. A subclass whose embedding is not differentiable there
+        replaces it.
+
+        Args:
+          token_ids: i32 ``[B, T]``.
+          positions: i32 ``[B, T]``, -1 for padding.
+          attend: see `hidden_states`; the inputs of layers may be ``[B, T, ...]``.
+          backend: see `hidden_states`.
+
+        Returns:
+          The hidden states, float32 ``[B, T, E]``.
+        """
+        flat = token_ids.reshape(-1), positions.reshape(-1)
+        x, _ = self.hidden_states(*flat, attend, (), backend)
+        return x.reshape(*token_ids.shape, -1)
 
     def hidden_states(
         self,
@@ -113,6 +240,16 @@ class PagedModel(nnx.Module):
         return self.weight_dtype
 
     @property
+    def kv_dtype(self) -> np.dtype:
+        """Dtype to which `rollout` and `log_probs` round keys and values.
+
+        This is `cache_dtype`, or the dtype of the weights, as for ``kv_dtype="auto"`` of an engine.
+        """
+        if self.cache_dtype is not None:
+            return jnp.dtype(self.cache_dtype)
+        return default_kv_dtype(self.float_dtype, jax.default_backend())
+
+    @property
     def weight_dtype(self) -> np.dtype:
         """Dtype of the weight matrices; by default the dtype of the largest parameter."""
         arrays = jax.tree.leaves(nnx.state(self))
@@ -140,7 +277,7 @@ class PagedModel(nnx.Module):
         For the arguments, see the function `create_cache`.
 
         Example:
-          >>> from paged_jax import Llama
+          >>> from paged_jax import Llama, LlamaConfig
           >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
           ...                      num_hidden_layers=1, num_attention_heads=2,
           ...                      num_key_value_heads=1)
@@ -193,6 +330,7 @@ class PagedModel(nnx.Module):
             same slot overwrite each other's tokens, and tokens are clamped to the vocabulary.
         """
         arrays = token_ids, slots, num_tokens
+        backend = self.resolve_backend(backend)
         x, cache, ok, places = self._run_chunks("prefill", cache, arrays, backend)
         last = jnp.maximum(places.num_tokens - 1, 0)[:, None, None]
         logits = self.logits(jnp.take_along_axis(x, last, axis=1)[:, 0], backend)
@@ -220,6 +358,7 @@ class PagedModel(nnx.Module):
           ValueError: see `prefill`.
         """
         arrays = token_ids, slots, num_tokens
+        backend = self.resolve_backend(backend)
         x, cache, ok, _ = self._run_chunks("prefill_tiles", cache, arrays, backend, has_tiles=True)
         return x, cache, ok
 
@@ -244,6 +383,7 @@ class PagedModel(nnx.Module):
           ValueError: see `prefill`.
         """
         arrays = token_ids, slots, num_tokens
+        backend = self.resolve_backend(backend)
         x, cache, ok, _ = self._run_chunks("score", cache, arrays, backend)
         return self.logits(x, backend), cache, ok
 
@@ -264,6 +404,7 @@ class PagedModel(nnx.Module):
           tokens in each row, and then `state_tables.commit_marks`.
         """
         arrays = token_ids, slots, num_tokens
+        backend = self.resolve_backend(backend)
         x, cache, ok, places = self._run_chunks("score", cache, arrays, backend, postpones=True)
         return self.logits(x, backend), cache, ok, places.states
 
@@ -299,7 +440,7 @@ class PagedModel(nnx.Module):
           ValueError: see `prefill`; or `cascade` is true, and all layers have a sliding window.
 
         Example:
-          >>> from paged_jax import Llama
+          >>> from paged_jax import Llama, LlamaConfig
           >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
           ...                      num_hidden_layers=1, num_attention_heads=2,
           ...                      num_key_value_heads=1)
@@ -352,12 +493,15 @@ class PagedModel(nnx.Module):
             raise ValueError(
                 f"{name}: cascade must be False if all layers have a sliding window, got True."
             )
+        backend = self.resolve_backend(backend)
+        if cascade and is_exact(backend):
+            raise ValueError(f"{name}: cascade must be False with exact numerics, got True.")
         attend = decode_attention(name, places, self.config, cascade=cascade, backend=backend)
         x, pools = self.hidden_states(token_ids, places.positions, attend, pools, backend)
         return self.logits(x, backend), pools
 
     def _name(self, method: str) -> str:
-        """Return the qualified name of a method, such as ``"Llama.decode"``, for error messages."""
+        """Return the qualified name of a method, such as ``"Decoder.decode"``, for errors."""
         return f"{type(self).__name__}.{method}"
 
     def _run_chunks(
@@ -390,8 +534,19 @@ class PagedModel(nnx.Module):
         return x.reshape(B, T, -1), cache.replace_group_pools(pools), ok, places
 
 
+def _final_states(model: PagedModel, token_ids: jax.Array, num_tokens: jax.Array) -> jax.Array:
+    backend = model.resolve_backend(None)
+    steps = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
+    positions = jnp.where(steps < num_tokens[:, None], steps, -1)
+    attend = sequence_attention(model.config, num_tokens, model.kv_dtype, backend)
+    return model.run_sequences(token_ids, positions, attend, backend)
+
+
+_final_states_in_jit = jax.jit(_final_states)
+
+
 def create_cache(
-    config: LlamaConfig,
+    config: ModelConfig,
     *,
     num_slots: int,
     max_length: int,
@@ -433,6 +588,7 @@ def create_cache(
       ValueError: a size is not a positive integer, or a pool has more rows than int32 can count.
 
     Example:
+      >>> from paged_jax import LlamaConfig
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
       ...     num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, sliding_window=32,
       ...     layer_types=("sliding_attention", "sliding_attention", "full_attention"))
@@ -441,11 +597,12 @@ def create_cache(
       [(1, 256, 1, 16, 8), (2, 28, 1, 16, 8)]
     """
     max_tokens = max_length if max_tokens is None else max_tokens
-    if (chunk := config.attention_chunk_size) is not None and chunk % block_size:
-        raise ValueError(
-            f"create_cache: block_size must divide the model's attention_chunk_size of {chunk}, "
-            f"got {block_size}."
-        )
+    for chunk in filter(None, dict.fromkeys(config.attention_chunks)):
+        if chunk % block_size:
+            raise ValueError(
+                f"create_cache: block_size must divide the model's attention_chunk_size of {chunk},"
+                f" got {block_size}."
+            )
     check_positive(
         "create_cache",
         max_length=max_length,

@@ -7,13 +7,14 @@ Entries about quantised activations are accepted, but have no effect: activation
 
 import dataclasses
 import fnmatch
+import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paged_jax.arguments import is_int
-from paged_jax.models.family import UnsupportedConfigError
+from paged_jax.models.errors import UnsupportedConfigError
 from paged_jax.models.model_folder import read_config_json, read_json
 
 # Keys of config.json that may hold a quantisation config. MLX writes the first two of them.
@@ -42,6 +43,8 @@ _BITSANDBYTES_KEYS = (
     "llm_int8_enable_fp32_cpu_offload", "llm_int8_threshold",
 )  # fmt: skip
 _COMPRESSED_KEYS = ("quant_method", "quantization_status", "version", "global_compression_ratio")
+# Keys about a quantised KV cache. Its scales are not used.
+_KV_CACHE_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_method")
 _WEIGHTS_KEYS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "dynamic")
 _COMPRESSED_BITS = {
     "float-quantized": (8,),
@@ -82,15 +85,55 @@ class Pattern:
 
     Attributes:
       text: the entry as it is written in the config.
+      parts: consecutive parts of the names that it selects, as in `_split`; empty if `regex`
+        selects the modules.
       regex: regular expression. It selects a module if it matches from the start of the name.
     """
 
     text: str
-    regex: re.Pattern[str]
+    parts: tuple[str, ...] = ()
+    regex: re.Pattern[str] = re.compile("")
 
-    def matches(self, module: str) -> bool:
-        """Return whether the entry selects a module, given its name."""
-        return self.regex.match(module) is not None
+
+class _PatternIndex:
+    """Finds the first of many patterns that selects a module.
+
+    Configs list up to several hundred modules, and a mixture of experts has 100,000 of them, so
+    plain names are looked up instead of compared one by one.
+
+    Args:
+      patterns: the patterns, in the order in which they apply.
+    """
+
+    def __init__(self, patterns: Sequence[Pattern]):
+        self._by_parts: dict[tuple[str, ...], int] = {}
+        for index, pattern in enumerate(patterns):
+            if pattern.parts:
+                self._by_parts.setdefault(pattern.parts, index)
+        self._lengths = sorted({len(parts) for parts in self._by_parts})
+        self._others = [(i, each.regex) for i, each in enumerate(patterns) if not each.parts]
+
+    def find(self, module: str) -> int | None:
+        """Return the index of the first pattern that selects a module; None if none does."""
+        parts = _split(module)
+        found = [
+            self._by_parts[piece]
+            for length in self._lengths
+            for start in range(len(parts) - length + 1)
+            if (piece := parts[start : start + length]) in self._by_parts
+        ]
+        found += (index for index, regex in self._others if regex.match(module))
+        return min(found, default=None)
+
+
+def _split(module: str) -> tuple[str, ...]:
+    """Return the parts of a module's name, between empty parts that mark its ends.
+
+    Example:
+      >>> _split("layers.0.mlp")
+      ('', 'layers', '0', 'mlp', '')
+    """
+    return ("", *module.split("."), "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,30 +145,38 @@ class Quantisation:
       schemes: pairs of a pattern and the scheme of the modules that it selects; None as the scheme
         means that they are not quantised. The first matching pattern applies.
       ignored: patterns of modules that are not quantised.
-      has_kv_scales: whether the checkpoint contains scales for an 8-bit KV cache.
     """
 
     source: str
     schemes: tuple[tuple[Pattern, Scheme | None], ...]
     ignored: tuple[Pattern, ...] = ()
-    has_kv_scales: bool = False
+
+    @functools.cached_property
+    def _ignored_index(self) -> _PatternIndex:
+        return _PatternIndex(self.ignored)
+
+    @functools.cached_property
+    def _scheme_index(self) -> _PatternIndex:
+        return _PatternIndex([pattern for pattern, _ in self.schemes])
 
     def scheme_of(self, module: str) -> Scheme | None:
         """Return the scheme of the first pattern that matches a module; None if unquantised."""
-        return next((scheme for each, scheme in self.schemes if each.matches(module)), None)
+        index = self._scheme_index.find(module)
+        return None if index is None else self.schemes[index][1]
 
     def ignoring(self, module: str) -> str | None:
         """Return the config entry that excludes a module from quantisation; None if none does."""
-        for pattern in self.ignored:
-            if pattern.matches(module):
-                return pattern.text
-        for pattern, scheme in self.schemes:
-            if pattern.matches(module):
-                return pattern.text if scheme is None else None
-        return None
+        if (index := self._ignored_index.find(module)) is not None:
+            return self.ignored[index].text
+        if (index := self._scheme_index.find(module)) is None:
+            return None
+        pattern, scheme = self.schemes[index]
+        return pattern.text if scheme is None else None
 
 
-EVERYTHING = Pattern("Linear", re.compile(""))
+EVERYTHING = Pattern("Linear")
+# Names in which no character has a special meaning, except that a dot separates two parts.
+_PLAIN_NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
 
 
 def find_quantisation(config: Mapping[str, Any], *, has_mxfp4: bool = False) -> Quantisation | None:
@@ -358,7 +409,7 @@ def _read_mlx(entries: Entries) -> Quantisation:
     for name, value in entries.content.items():
         if isinstance(value, Mapping | bool):  # an entry for a module
             part = None if value is False else entries.section(name) if value is not True else None
-            module = Pattern(name, re.compile(re.escape(name) + "$"))
+            module = Pattern(name, _split(name))
             entries.get(name)
             schemes.append((module, scheme(part, usual) if part else None if not value else usual))
             if part:
@@ -376,12 +427,17 @@ def _read_modelopt(entries: Entries) -> Quantisation:
         scheme = Scheme("modelopt-nvfp4", 4, (1, group))
     names = entries.names("exclude_modules", "ignore")
     ignored = [
-        Pattern(name, re.compile(rf"{fnmatch.translate(name)}|(?:.*\.)?{re.escape(name)}(?:\.|$)"))
+        Pattern(name, tuple(name.split(".")))
+        if _PLAIN_NAME.fullmatch(name)
+        else Pattern(
+            name,
+            regex=re.compile(rf"{fnmatch.translate(name)}|(?:.*\.)?{re.escape(name)}(?:\.|$)"),
+        )
         for name in names
     ]
-    has_kv_scales = bool(entries.get("kv_cache_quant_algo") or entries.get("kv_cache_scheme"))
-    entries.finish(("quant_method", "producer", "config_groups"))
-    return Quantisation(entries.where, ((EVERYTHING, scheme),), tuple(ignored), has_kv_scales)
+    harmless = ("quant_method", "producer", "config_groups", *_KV_CACHE_KEYS)
+    entries.finish(harmless)
+    return Quantisation(entries.where, ((EVERYTHING, scheme),), tuple(ignored))
 
 
 def _read_compressed(entries: Entries) -> Quantisation:
@@ -405,9 +461,8 @@ def _read_compressed(entries: Entries) -> Quantisation:
             (others if target == "Linear" else exact).append((pattern, scheme))
         group.finish(("input_activations", "output_activations"))
     ignored = [_compressed_pattern(entries, name) for name in entries.names("ignore")]
-    has_kv_scales = entries.get("kv_cache_scheme") is not None
-    entries.finish(_COMPRESSED_KEYS)
-    return Quantisation(entries.where, (*exact, *others), tuple(ignored), has_kv_scales)
+    entries.finish((*_COMPRESSED_KEYS, *_KV_CACHE_KEYS))
+    return Quantisation(entries.where, (*exact, *others), tuple(ignored))
 
 
 def _compressed_scheme(group: Entries, usual: str) -> Scheme | None:
@@ -446,9 +501,8 @@ def _compressed_scheme(group: Entries, usual: str) -> Scheme | None:
 def _finish(entries: Entries, scheme: Scheme, harmless: Iterable[str], *keys: str) -> Quantisation:
     """Reject unread entries, and return a quantisation with one scheme for all modules."""
     ignored = _module_patterns(entries, entries.names(*keys))
-    has_kv_scales = entries.get("kv_cache_scheme", "kv_cache_quant_method") is not None
-    entries.finish(harmless)
-    return Quantisation(entries.where, ((EVERYTHING, scheme),), ignored, has_kv_scales)
+    entries.finish((*harmless, *_KV_CACHE_KEYS))
+    return Quantisation(entries.where, ((EVERYTHING, scheme),), ignored)
 
 
 def _block(entries: Entries, key: str, block: Any) -> tuple[int, int]:
@@ -463,7 +517,7 @@ def _block(entries: Entries, key: str, block: Any) -> tuple[int, int]:
 
 def _expression(entries: Entries, text: str, expression: str) -> Pattern:
     try:
-        return Pattern(text, re.compile(expression))
+        return Pattern(text, regex=re.compile(expression))
     except (re.error, RecursionError, OverflowError) as error:
         raise UnsupportedConfigError(
             f"{entries.where}: {text!r} must be a valid regular expression: {error}."
@@ -472,18 +526,21 @@ def _expression(entries: Entries, text: str, expression: str) -> Pattern:
 
 def _module_patterns(entries: Entries, names: Iterable[str]) -> tuple[Pattern, ...]:
     """Return patterns that select modules by parts of names: "mlp" selects "layers.0.mlp.up"."""
-    return tuple(
-        _expression(
-            entries, name, name[3:] if name.startswith("re:") else rf"(?:.*\.)?(?:{name})(?:\.|$)"
-        )
-        for name in names
-    )
+    patterns: list[Pattern] = []
+    for name in names:
+        if _PLAIN_NAME.fullmatch(name):
+            patterns.append(Pattern(name, tuple(name.split("."))))
+        else:
+            inside = rf"(?:.*\.)?(?:{name})(?:\.|$)"
+            is_regex = name.startswith("re:")
+            patterns.append(_expression(entries, name, name[3:] if is_regex else inside))
+    return tuple(patterns)
 
 
 def _compressed_pattern(entries: Entries, name: str) -> Pattern:
     if name.startswith("re:"):
         return _expression(entries, name, name[3:])
-    return Pattern(name, re.compile(re.escape(name) + "$"))
+    return Pattern(name, _split(name))
 
 
 _METHODS: Mapping[str, Callable[[Entries], Quantisation]] = {

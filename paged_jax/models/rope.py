@@ -9,12 +9,14 @@ not rotate have the frequency 0, which gives a cosine of 1 and a sine of 0.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax.models.family import UnsupportedConfigError
+from paged_jax.kernels.exact import rounded
+from paged_jax.models.errors import UnsupportedConfigError
 
 # Fields of `RopeScaling` that each `rope_type` uses.
 SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -173,7 +175,9 @@ class Rope:
       rotary_dim: number of elements of a head that are rotated, even, at most D.
       theta: base of the frequencies.
       scaling: scaling of the frequencies; None for no scaling.
-      max_position_embeddings: maximum length of a sequence in tokens.
+      max_position_embeddings: maximum length of a sequence in tokens, which selects the factors of
+        ``"longrope"``. With other types of scaling it has no effect and becomes 0, so that equal
+        angles have an equal `Rope`.
 
     Raises:
       ValueError: `rotary_dim` is odd or out of range, or the number of longrope factors is wrong.
@@ -190,12 +194,16 @@ class Rope:
     max_position_embeddings: int = 2048
 
     def __post_init__(self) -> None:
+        if not (math.isfinite(self.theta) and self.theta > 0):
+            raise ValueError(f"LlamaConfig: rope_theta must be positive, got {self.theta!r}.")
         if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
             raise ValueError(
                 "LlamaConfig: partial_rotary_factor must select an even number of each head's "
                 f"{self.head_dim} elements, got {self.rotary_dim}."
             )
-        if self.scaling is not None and self.scaling.rope_type == "longrope":
+        if self.scaling is None or self.scaling.rope_type != "longrope":
+            object.__setattr__(self, "max_position_embeddings", 0)
+        else:
             for name in ("short_factor", "long_factor"):
                 num_factors = len(getattr(self.scaling, name))
                 if num_factors != self.rotary_dim // 2:
@@ -313,16 +321,17 @@ def _kept_by_yarn(rope: Rope, scaling: RopeScaling) -> np.ndarray:
 
 
 def rotations(
-    positions: jax.Array, rope: Rope | None, head_dim: int
+    positions: jax.Array, rope: Rope | None, head_dim: int, backend: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Return the cosines and sines at positions ``[...]``, each float32 ``[..., D / 2]``.
 
-    If `rope` is None, the layer does not rotate: all cosines are 1 and all sines are 0.
+    If `rope` is None, the layer does not rotate: all cosines are 1 and all sines are 0. For
+    `backend`, see `rounded`.
     """
     if rope is None:
         shape = (*positions.shape, head_dim // 2)
         return jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
-    angles = rope.angles(positions)
+    angles = rounded(rope.angles(positions), backend)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     scales = rope.scales()
     if (scales == 1).all():
@@ -331,16 +340,36 @@ def rotations(
     return cos * scales, sin * scales
 
 
-def all_rotations(
-    positions: jax.Array, ropes: Sequence[Rope | None], head_dims: Sequence[int]
-) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    """Return the cosines and sines of each layer, see `rotations`.
+class Rotation(NamedTuple):
+    """What depends on the positions of tokens in the attention of a layer.
 
-    They are computed only once for layers with an equal `Rope`.
+    Attributes:
+      cos, sin: float32 ``[..., D / 2]``, cosines and sines of each token's rotation angles.
+      query_scale: float32 ``[...]``, factor of each token's queries; None for 1.
     """
-    kinds = tuple(zip(ropes, head_dims, strict=True))
-    computed = {kind: rotations(positions, *kind) for kind in dict.fromkeys(kinds)}
-    return tuple(computed[kind] for kind in kinds)
+
+    cos: jax.Array
+    sin: jax.Array
+    query_scale: jax.Array | None = None
+
+
+# Rotary embedding of a layer, its head dimension, and the factor of its queries.
+RotationKind = tuple[Rope | None, int, QueryScale | None]
+
+
+def all_rotations(
+    positions: jax.Array, layers: Sequence[RotationKind | None], backend: str | None = None
+) -> list[Rotation | None]:
+    """Return the `Rotation` of each layer at positions i32 ``[...]``.
+
+    Cosines, sines and factors are computed only once for layers that agree in them. The result is
+    None for layers without attention, which are None in `layers`.
+    """
+    ropes = dict.fromkeys(kind[:2] for kind in layers if kind is not None)
+    angles = {each: rotations(positions, *each, backend) for each in ropes}
+    scales = dict.fromkeys(kind[2] for kind in layers if kind is not None and kind[2] is not None)
+    factors = {None: None} | {scale: scale.factors(positions) for scale in scales}
+    return [kind and Rotation(*angles[kind[:2]], factors[kind[2]]) for kind in layers]
 
 
 def head_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> tuple[int, ...] | None:

@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 
 from paged_jax.cache.groups import LayerPlaces, StateGroup, find_layer
 from paged_jax.kernels.backend import StateRows
+from paged_jax.kernels.dispatch import is_exact
 from paged_jax.kernels.opaque_call import take_or_fill
 from paged_jax.kernels.pool_format import padded_state_shape, query_dtype
 from paged_jax.kernels.rows import set_states, take_states
@@ -29,7 +30,7 @@ from paged_jax.models.layer_groups import layer_places
 
 if TYPE_CHECKING:  # types in annotations only
     from paged_jax.cache.paged_cache import PagedCache
-    from paged_jax.models.config import LlamaConfig
+    from paged_jax.models.config import ModelConfig
     from paged_jax.models.layer_attention import Recurrence
 
 # `Pools` of each group of attention layers, then `StatePools` of each group of recurrent layers.
@@ -51,9 +52,9 @@ class StatePlaces(NamedTuple):
       layers: for each layer, the index of its group of recurrent layers and its index in this
         group; None for other layers.
       first_pools: position of the first group of recurrent layers in the tuple of all pools.
-      postponed: list of the layers, with their recurrences, for which `advance` has computed
-        outputs but not written states. It is filled while a program is traced. None if `advance`
-        writes the states.
+      postponed: list of the layers, with their recurrences and backends, for which `advance` has
+        computed outputs but not written states. It is filled while a program is traced. None if
+        `advance` writes the states.
     """
 
     sources: jax.Array
@@ -63,7 +64,7 @@ class StatePlaces(NamedTuple):
     num_entries: int
     layers: LayerPlaces
     first_pools: int
-    postponed: list[tuple[int | jax.Array, "Recurrence"]] | None = None
+    postponed: list[tuple[int | jax.Array, "Recurrence", str | None]] | None = None
 
     @classmethod
     def of_rows(
@@ -150,9 +151,13 @@ class StatePlaces(NamedTuple):
             pools = tuple(each.pool for each in new)
         else:
             shapes = (array.shape for array in recurrence.arrays)
-            out, new = recurrence.run(tuple(map(take_states, rows, shapes)), num_tokens)
+            states = tuple(map(take_states, rows, shapes))
+            if is_exact(backend):
+                out, new = recurrence.run_in_order(states, num_tokens, backend)
+            else:
+                out, new = recurrence.run(states, num_tokens)
             if self.postponed is not None:
-                self.postponed.append((layer, recurrence))
+                self.postponed.append((layer, recurrence, backend))
                 return out, carry
             pools = tuple(map(set_states, rows, new))
         return out, (*carry[:group], pools, *carry[group + 1 :])
@@ -164,13 +169,14 @@ class StatePlaces(NamedTuple):
           The new pools.
         """
         places = self._replace(postponed=None)
-        for layer, recurrence in self.postponed or ():
-            _, carry = places.advance(layer, recurrence, carry, num_tokens)
+        for layer, recurrence, backend in self.postponed or ():
+            exact = backend if is_exact(backend) else None
+            _, carry = places.advance(layer, recurrence, carry, num_tokens, exact)
         return carry
 
 
 def create_states(
-    config: "LlamaConfig",
+    config: "ModelConfig",
     num_entries: int,
     num_slots: int,
     block_size: int,

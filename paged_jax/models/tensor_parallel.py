@@ -10,7 +10,6 @@ values of the same head, see `widen_config`.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,63 +20,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from paged_jax.arguments import check_positive
 from paged_jax.kernels.linear import Weight
 from paged_jax.kernels.weight_formats import count_inputs
-from paged_jax.models.config import LlamaConfig
+from paged_jax.models.config import ModelConfig
 from paged_jax.models.matrices import look_up
 from paged_jax.models.matrix_formats import MIN, ORDER, SCALE, MatrixFormats, is_matrix, matrix_name
+from paged_jax.models.parts.part import Pieces
 
 # Name of the mesh axis along which a model is divided over devices.
 AXIS = "tp"
 
 _OF_VOCABULARY = ("embed_tokens", "embed_tokens_per_layer", "lm_head")
-# For each parameter, the dimension that is divided over the devices, counted from the end: stacked
-# layers have an additional first dimension. Scales and minima are divided like their matrix. All
-# other parameters, and norms that apply to single heads, are replicated: each device has a copy.
-_DIVIDED = {
-    "qkv_proj": 4,
-    "qkv_bias": 3,
-    "q_proj": 3,
-    "kv_b_proj": 3,
-    "q_norm": 3,
-    "k_norm": 2,
-    "o_proj": 1,
-    "gate_up_proj": 2,
-    "gate_up_bias": 1,
-    "down_proj": 1,
-    "experts_gate_up_proj": 4,
-    "experts_gate_up_bias": 3,
-    "experts_down_proj": 3,
-    "experts_down_bias": 2,
-    "sinks": 1,
-    "mixer_in_proj": 3,
-    "mixer_gates_proj": 3,
-    "mixer_decay_proj": 3,
-    "mixer_gate_proj": 3,
-    "mixer_out_proj": 1,
-    "mixer_conv": 4,
-    "mixer_in_bias": 2,
-    "mixer_conv_bias": 2,
-    "mixer_decay": 2,
-    "mixer_time": 2,
-    "mixer_skip": 2,
-    "mixer_norm": 2,
-    **dict.fromkeys(_OF_VOCABULARY, 2),
-}
-# Parameters that are divided by KV heads. If there are fewer KV heads than devices, each head is
-# copied to several devices. Each copy has the head's key and value rows, and a share of its query
-# rows, see `_pieces`.
-_OF_HEADS = ("qkv_proj", "qkv_bias", "q_norm", "k_norm")
-# Parameters of recurrent layers that are copied to several devices like KV heads (`Mixer.widen`).
-_OF_MIXER = tuple(name for name in _DIVIDED if name.startswith("mixer_") and _DIVIDED[name] > 1)
-# Fields with a number of KV heads. `num_global_key_value_heads` is for layers without a sliding
-# window; 0 if these layers have `num_key_value_heads`, like all others.
-_KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
-
 Convert = Callable[[jax.Array], jax.Array]
-
-# Pieces of a parameter. The int is the number of rows of a piece; None for all rows that are in no
-# other piece. The bool matters if several devices have the same head: if it is True, each of them
-# has all rows of the piece; otherwise, they divide the rows.
-_Pieces = tuple[tuple[int | None, bool], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,30 +83,23 @@ class DeviceShard:
         return lax.all_gather(logits, self.axis_name, axis=axis, tiled=True)[..., : self.vocab_size]
 
 
-def widen_config(config: LlamaConfig, num_devices: int) -> LlamaConfig:
+def widen_config(config: ModelConfig, num_devices: int) -> ModelConfig:
     """Return a config with repeated KV heads, so that each device has at least one head.
 
     The additional heads are copies, so the model computes the same function. With latent attention,
     each device keeps all latent vectors. Groups of heads of Mamba-2 are copied like KV heads.
 
     Example:
+      >>> from paged_jax import LlamaConfig
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=192,
       ...                      num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=2)
-      >>> [widen_config(config, n).num_key_value_heads for n in (1, 2, 4, 8)]
+      >>> [widen_config(config, n).kv_shapes[0].num_kv_heads for n in (1, 2, 4, 8)]
       [2, 2, 4, 8]
     """
-    wide: dict[str, Any] = {}
-    if config.mixer is not None:
-        wide["mixer"] = config.mixer.widen(num_devices)
-    if config.latent is not None:
-        wide["latent"] = config.latent._replace(num_copies=num_devices)
-    else:
-        heads = {name: getattr(config, name) for name in _KV_HEADS}
-        wide |= {name: max(number, num_devices) for name, number in heads.items() if number}
-    return dataclasses.replace(config, **wide)
+    return config.widen(num_devices)
 
 
-def shard_config(function: str, config: LlamaConfig, num_devices: int) -> LlamaConfig:
+def shard_config(function: str, config: ModelConfig, num_devices: int) -> ModelConfig:
     """Return the config of the model that each device runs.
 
     Args:
@@ -171,61 +116,17 @@ def shard_config(function: str, config: LlamaConfig, num_devices: int) -> LlamaC
       ValueError: the model cannot be divided by `num_devices`.
 
     Example:
+      >>> from paged_jax import LlamaConfig
       >>> config = LlamaConfig(vocab_size=510, hidden_size=64, intermediate_size=192,
       ...                      num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=2)
       >>> shard = shard_config("plan", config, 4)
-      >>> shard.num_attention_heads, shard.num_key_value_heads, shard.intermediate_size
-      (2, 1, 48)
+      >>> shard.layers[0].attention.num_heads, shard.kv_shapes[0].num_kv_heads
+      (2, 1)
       >>> shard.vocab_size
       128
     """
     check_positive(function, tensor_parallel_size=num_devices)
-    _check_divides(function, config, num_devices)
-    wide = widen_config(config, num_devices)
-    return dataclasses.replace(
-        wide,
-        mixer=None if wide.mixer is None else wide.mixer.divide(num_devices),
-        vocab_size=-(-wide.vocab_size // num_devices),
-        # If all layers have experts, no layer has a dense MLP. `intermediate_size` is then unused,
-        # and may be any number.
-        intermediate_size=wide.intermediate_size // (1 if all(config.has_experts) else num_devices),
-        intermediate_sizes=tuple(size // num_devices for size in wide.intermediate_sizes),
-        vocab_size_per_layer_input=wide.vocab_size_per_layer_input // num_devices,
-        shared_expert_intermediate_size=wide.shared_expert_intermediate_size // num_devices,
-        num_attention_heads=wide.num_attention_heads // num_devices,
-        **{name: getattr(wide, name) // num_devices for name in _KV_HEADS},
-        latent=config.latent,
-    )
-
-
-def _check_divides(function: str, config: LlamaConfig, num_devices: int) -> None:
-    if config.mixer is not None:
-        config.mixer.check_divides(function, num_devices)
-    mlp = ["num_experts", "shared_expert_intermediate_size"]
-    if not all(config.has_experts):
-        mlp.append("intermediate_size")
-    for name in ("num_attention_heads", *mlp):
-        if getattr(config, name) % num_devices:
-            raise ValueError(
-                f"{function}: tensor_parallel_size must divide the model's {name}, "
-                f"{getattr(config, name)}, got {num_devices}."
-            )
-    sizes = [config.vocab_size_per_layer_input, *config.intermediate_sizes]
-    if config.vocab_size_per_layer_input:
-        sizes.append(config.vocab_size)
-    for size in sizes:
-        if size % num_devices:
-            raise ValueError(
-                f"{function}: tensor_parallel_size must divide the model's vocabulary sizes and "
-                f"intermediate_sizes, one of which is {size}, got {num_devices}."
-            )
-    for name in _KV_HEADS:
-        num_heads = getattr(config, name)
-        if num_heads and num_heads % num_devices and num_devices % num_heads:
-            raise ValueError(
-                f"{function}: tensor_parallel_size must be a divisor or a multiple of the model's "
-                f"{name}, {num_heads}, got {num_devices}."
-            )
+    return config.divide(function, num_devices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,10 +146,10 @@ class TensorParallel:
     """
 
     mesh: Mesh
-    config: LlamaConfig
+    config: ModelConfig
 
     @classmethod
-    def create(cls, function: str, mesh: Mesh, config: LlamaConfig) -> "TensorParallel":
+    def create(cls, function: str, mesh: Mesh, config: ModelConfig) -> "TensorParallel":
         """Return the placement of a model that is divided over all devices of a mesh.
 
         `function` is the function name for error messages.
@@ -266,12 +167,12 @@ class TensorParallel:
         return self.mesh.size
 
     @functools.cached_property
-    def device_config(self) -> LlamaConfig:
+    def device_config(self) -> ModelConfig:
         """Configuration of the smaller model that each device runs."""
         return shard_config("TensorParallel", self.config, self.num_devices)
 
     @functools.cached_property
-    def wide_config(self) -> LlamaConfig:
+    def wide_config(self) -> ModelConfig:
         """Configuration of the whole model, with KV heads repeated as in `widen_config`."""
         return widen_config(self.config, self.num_devices)
 
@@ -282,9 +183,9 @@ class TensorParallel:
 
     def model_sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
         """Return the sharding of a parameter in the model layout, given its name and shape."""
-        kind, rank = _kind(name), len(shape)
+        kind, rank, divided = _kind(name), len(shape), self._divided(name)
         if (mesh := self._mesh_of_copies(name)) is not None:
-            return NamedSharding(mesh, _divide(rank, rank - _DIVIDED[kind], "heads"))
+            return NamedSharding(mesh, _divide(rank, rank - divided, "heads"))
         if kind in _OF_VOCABULARY and self._num_padding and not name.endswith(ORDER):
             # The vocabulary is not padded in the model layout, so it cannot be divided evenly.
             # Divide the last dimension instead, if its size is a multiple of the number of devices.
@@ -298,14 +199,12 @@ class TensorParallel:
 
         The class docstring defines the two layouts. `shape` may be the shape in either of them.
         """
-        kind, rank = _kind(name), len(shape)
-        if not self._is_divided(kind) or name.endswith(ORDER):
+        rank, divided = len(shape), self._divided(name)
+        if not divided or name.endswith(ORDER):
             return PartitionSpec()
-        if rank < _DIVIDED[kind]:
-            return PartitionSpec()  # norm of each recurrent head
-        if name.endswith((SCALE, MIN)) and _DIVIDED[kind] == 1 and shape[-1] == 1:
+        if name.endswith((SCALE, MIN)) and divided == 1 and shape[-1] == 1:
             return PartitionSpec()  # all devices need the single scale of a divided row
-        return _divide(rank, rank - _DIVIDED[kind], AXIS)
+        return _divide(rank, rank - divided, AXIS)
 
     def check_formats(
         self, function: str, formats: MatrixFormats, shapes: Mapping[str, tuple[int, ...]]
@@ -318,7 +217,7 @@ class TensorParallel:
         """
         for name, shape in shapes.items():
             format = formats[name]
-            if _DIVIDED.get(name.rpartition(".")[2]) != 1 or not is_matrix(name):
+            if self._divided(name) != 1 or not is_matrix(name):
                 continue
             num_inputs = count_inputs(shape[-1], format.code)
             unit = format.unit
@@ -341,7 +240,7 @@ class TensorParallel:
         if name.endswith(ORDER):
             return x
         if (mesh := self._mesh_of_copies(name)) is not None:
-            wide = _widener(mesh, x.ndim - _DIVIDED[kind], self._pieces(name))(x)
+            wide = _widener(mesh, x.ndim - self._divided(name), self._pieces(name))(x)
             return jax.device_put(wide, NamedSharding(self.mesh, self.program_spec(name, x.shape)))
         if kind in _OF_VOCABULARY and self._num_padding:
             return _padder(self.mesh, self._num_padding)(x)
@@ -353,50 +252,41 @@ class TensorParallel:
         if name.endswith(ORDER):
             return x
         if (mesh := self._mesh_of_copies(name)) is not None:
-            return _narrower(mesh, x.ndim - _DIVIDED[kind], self._pieces(name))(x)
+            return _narrower(mesh, x.ndim - self._divided(name), self._pieces(name))(x)
         if kind in _OF_VOCABULARY and self._num_padding:
             shape = (self.config.vocab_size, *x.shape[1:])
             return _cutter(self.model_sharding(name, shape), self.config.vocab_size)(x)
         return x
 
-    def _is_divided(self, kind: str) -> bool:
-        is_of_one_head = kind in ("q_norm", "k_norm") and self.config.qk_norm_scope == "head"
-        return kind in _DIVIDED and not is_of_one_head
+    def _divided(self, name: str) -> int:
+        """Return the dimension that is divided, counted from the end; 0 if there is none."""
+        return self.config.parameter(name).divided or 0
 
     def _mesh_of_copies(self, name: str) -> Mesh | None:
-        """Return a mesh with the axes "heads" and "copies" for a parameter with copied KV heads.
+        """Return a mesh with the axes "heads" and "copies" for a parameter with copied heads.
 
         The devices in a row of the mesh have copies of the same head.
 
         Returns:
           The mesh; None if every device has a different part of the parameter.
         """
-        kind, layer, configs = _kind(name), _layer(name), (self.config, self.wide_config)
-        if kind in _OF_MIXER:
-            narrow, wide = (config.mixer.num_parts for config in configs if config.mixer)
-        elif kind in _OF_HEADS and self._is_divided(kind):
-            narrow, wide = (config.layer_configs[layer].num_key_value_heads for config in configs)
-        else:
+        parameter, wide = self.config.parameter(name), self.wide_config.parameter(name)
+        if parameter.pieces is None or parameter.divided is None:
             return None
-        if narrow == wide:
+        num_heads, num_copied = (each.shape[-parameter.divided] for each in (parameter, wide))
+        if num_heads == num_copied:
             return None
-        devices = np.asarray(self.mesh.devices).reshape(-1, wide // narrow)
+        devices = np.asarray(self.mesh.devices).reshape(-1, num_copied // num_heads)
         return Mesh(devices, ("heads", "copies"), axis_types=(AxisType.Auto,) * 2)
 
-    def _pieces(self, name: str) -> _Pieces:
+    def _pieces(self, name: str) -> Pieces:
         """Return the pieces of a parameter with copied heads, along the dimension after the heads.
 
-        Each copy of a KV head has all of its key and value rows, and a share of its query rows.
+        Each copy of a head has all of some pieces (such as its keys), and a share of the others.
         """
-        kind = _kind(name)
-        if kind in _OF_MIXER:
-            mixer = self.config.mixer
-            assert mixer is not None
-            pieces = mixer.pieces.get(kind, (("", None),))
-            return tuple((rows, piece in mixer.shared_pieces) for piece, rows in pieces)
-        if kind in ("q_norm", "k_norm"):
-            return ((None, kind == "k_norm"),)
-        return (None, False), (self.config.layer_configs[_layer(name)].num_kv_rows, True)
+        pieces = self.config.parameter(name).pieces
+        assert pieces is not None
+        return pieces
 
     @property
     def _num_padding(self) -> int:
@@ -404,20 +294,14 @@ class TensorParallel:
         return -self.config.vocab_size % self.num_devices
 
 
-def divides_inputs(name: str) -> bool:
-    """Return whether a matrix is divided along its inputs instead of its outputs."""
-    return _DIVIDED.get(_kind(name)) == 1
+def divides_inputs(config: ModelConfig, name: str) -> bool:
+    """Return whether a matrix of a model is divided along its inputs instead of its outputs."""
+    return config.parameter(name).divided == 1
 
 
 def _kind(name: str) -> str:
     """Return a parameter's name in its layer, without a suffix such as ``"_scale"``."""
     return matrix_name(name).rpartition(".")[2]
-
-
-def _layer(name: str) -> int:
-    """Return the layer index in a parameter's name; 0 if the layers are stacked."""
-    index = name.removeprefix("layers.").partition(".")[0]
-    return int(index) if index.isdecimal() else 0
 
 
 def _divide(rank: int, axis: int, name: str) -> PartitionSpec:
@@ -428,7 +312,7 @@ def _divide(rank: int, axis: int, name: str) -> PartitionSpec:
 
 
 @functools.lru_cache
-def _widener(mesh: Mesh, axis: int, pieces: _Pieces) -> Convert:
+def _widener(mesh: Mesh, axis: int, pieces: Pieces) -> Convert:
     """Return a function that copies KV heads, or parts of recurrent layers, to several devices.
 
     It converts ``[K, rows, ...]`` to ``[N, fewer rows, ...]``: each copy has a share of the rows,
@@ -452,7 +336,7 @@ def _widener(mesh: Mesh, axis: int, pieces: _Pieces) -> Convert:
 
 
 @functools.lru_cache
-def _narrower(mesh: Mesh, axis: int, pieces: _Pieces) -> Convert:
+def _narrower(mesh: Mesh, axis: int, pieces: Pieces) -> Convert:
     """Return the inverse of the function that `_widener` returns for the same arguments."""
 
     def narrow(x: jax.Array) -> jax.Array:
@@ -468,7 +352,7 @@ def _narrower(mesh: Mesh, axis: int, pieces: _Pieces) -> Convert:
     )
 
 
-def _split(x: jax.Array, axis: int, pieces: _Pieces, num_copies: int) -> list[jax.Array]:
+def _split(x: jax.Array, axis: int, pieces: Pieces, num_copies: int) -> list[jax.Array]:
     """Split a parameter, or one of its `num_copies` copies, into its pieces along `axis`."""
     counts = [rows and (rows if is_kept else rows // num_copies) for rows, is_kept in pieces]
     rest = x.shape[axis] - sum(filter(None, counts))

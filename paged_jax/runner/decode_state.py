@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.formatting import short_repr
-from paged_jax.models.config import LlamaConfig
+from paged_jax.models.config import ModelConfig
 from paged_jax.models.paged_model import create_cache
 from paged_jax.runner.compiler import jit_for
 from paged_jax.runner.sizes import Sizes, no_slots
@@ -107,7 +107,7 @@ class DecodeState:
 
 
 def empty_state(
-    config: LlamaConfig, sizes: Sizes, num_blocks: int, cache_dtype: DTypeLike, platform: str
+    config: ModelConfig, sizes: Sizes, num_blocks: int, cache_dtype: DTypeLike, platform: str
 ) -> DecodeState:
     """Return a state with empty slots and an empty cache.
 

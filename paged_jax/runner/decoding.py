@@ -131,8 +131,7 @@ def decode_steps(
 
     Example:
       >>> from flax import nnx
-      >>> from paged_jax.models.config import LlamaConfig
-      >>> from paged_jax.models.llama import Llama
+      >>> from paged_jax import Llama, LlamaConfig
       >>> from paged_jax.runner.decode_state import assign
       >>> from paged_jax.sampling.params import SamplingParams
       >>> from paged_jax.sampling.state import Assignment
@@ -179,7 +178,7 @@ def decode_steps(
         logits, pools = weights.decode_at(
             pools, batch.token_ids, places, cascade=cascade, backend=backend
         )
-        batch = batch.draw(logits, with_top)
+        batch = batch.draw(logits, with_top, weights.resolve_backend(backend))
         return pools, batch, wants_more(batch) & (batch.num_steps < num_possible)
 
     # Compute the loop condition in the loop body and carry its value. If the condition function
@@ -260,7 +259,7 @@ def verify_steps(
 
     def draw_next(batch: _Batch) -> _Batch:
         i = batch.num_steps
-        drawn = batch.draw(logits[:, i], with_top)
+        drawn = batch.draw(logits[:, i], with_top, model.resolve_backend(backend))
         is_confirmed = (drawn.token_ids == drafts[:, i]) & (i < num_drafts)
         return dataclasses.replace(drawn, status=jnp.where(is_confirmed, drawn.status, _WAITING))
 
@@ -358,12 +357,12 @@ class _Batch:
         )
         return batch._stop_rows(batch.token_ids)
 
-    def draw(self, logits: jax.Array, with_top: jax.Array) -> "_Batch":
+    def draw(self, logits: jax.Array, with_top: jax.Array, backend: str | None) -> "_Batch":
         """Sample a token for each running row from logits f32[B, V], and stop complete rows."""
         positions = self.lengths + 1
         draws, new_sampling = sample(
             logits, self.sampling, positions, self.is_running, self.slots, with_top,
-            self.constraints, num_top=(self.drawn.shape[2] - 3) // 2,
+            self.constraints, num_top=(self.drawn.shape[2] - 3) // 2, backend=backend,
         )  # fmt: skip
         ids = draws.token_ids
         batch = dataclasses.replace(

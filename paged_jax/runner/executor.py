@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from paged_jax.runner import decode_state
@@ -69,6 +70,7 @@ class Executor:
       sizes: sizes that the programs depend on.
       vocab_size: V, size of the vocabulary.
       num_blocks: P, number of blocks in the pool of the first group of layers.
+      cache_dtype: dtype of K and V.
       groups: the groups of attention layers that keep the same tokens.
       state_groups: the groups of recurrent layers.
       programs: the jitted programs of the engine.
@@ -115,7 +117,7 @@ class Executor:
         self._stored = StoredPrograms(
             self._program_key, weights.layout_model, self._device, first_programs
         )
-        self._cache_dtype = cache_dtype
+        self.cache_dtype = jnp.dtype(cache_dtype)
         self._on_compile = on_compile
         self._compiled: set[str] = set()
         self.compile_seconds = 0.0
@@ -154,7 +156,7 @@ class Executor:
 
     def _new_state(self) -> DecodeState:
         division, platform = self.weights.division, self._device.platform
-        shape = self.weights.config, self.sizes, self.num_blocks, self._cache_dtype, platform
+        shape = self.weights.config, self.sizes, self.num_blocks, self.cache_dtype, platform
         if division is None:
             names = ("config", "sizes", "num_blocks", "cache_dtype", "platform")
             make = jit_for(platform, empty_state, static_argnames=names)

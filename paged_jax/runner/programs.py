@@ -33,6 +33,7 @@ from paged_jax.cache import paged_cache
 from paged_jax.cache.contents import read_blocks, read_state, write_blocks, write_state
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.formatting import short_repr
+from paged_jax.kernels.dispatch import is_exact
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner import decoding
 from paged_jax.runner.compiler import compiler_options
@@ -47,7 +48,7 @@ from paged_jax.runner.sizes import (
     tile_buckets,
 )
 from paged_jax.runner.weights import OF_HEADS, OF_STATES, WHOLE, Division, Graph
-from paged_jax.sampling.sample import ranks, top_logprobs
+from paged_jax.sampling.sample import log_sum_exp, ranks, top_logprobs
 
 
 @short_repr
@@ -284,15 +285,21 @@ def _score(key, weights, state, token_ids, slots, num_tokens, targets, *, num_to
     logits, cache, ok = key.model(weights).score(
         state.cache, token_ids, slots, num_tokens, backend=key.backend
     )
-    return replace(state, cache=cache), (_scores(logits[0], targets, num_top), ok)
+    backend = key.model(weights).resolve_backend(key.backend)
+    return replace(state, cache=cache), (_scores(logits[0], targets, num_top, backend), ok)
 
 
-def _scores(logits: jax.Array, targets: jax.Array, num_top: int) -> Scores:
+def _scores(logits: jax.Array, targets: jax.Array, num_top: int, backend: str | None) -> Scores:
     logits = logits.astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, targets[:, None], axis=1)
-    logprobs_of_top, top_ids = top_logprobs(logits, num_top)
+    logprobs_of_top, top_ids = top_logprobs(logits, num_top, backend=backend)
+    chosen = chosen[:, 0]
+    if is_exact(backend):
+        denominators = log_sum_exp(logits, backend=backend)[:, 0]
+    else:
+        denominators = jax.nn.logsumexp(logits, axis=-1)
     return Scores(
-        logprobs=chosen[:, 0] - jax.nn.logsumexp(logits, axis=-1),
+        logprobs=chosen - denominators,
         ranks=ranks(logits, targets),
         top_ids=top_ids,
         top_logprobs=logprobs_of_top,

@@ -131,7 +131,9 @@ class StoredPrograms:
         device: Any,
         first: FirstPrograms | None = None,
     ):
-        modules = (type(module).__module__ for _, module in nnx.iter_modules(model))
+        modules = {type(module).__module__ for _, module in nnx.iter_modules(model)}
+        # Parts of layers may come from a program of the user, too.
+        modules |= set[str]().union(*(spec.modules for spec in getattr(model.config, "layers", ())))
         is_named = (
             program_key.division is None
             and program_key.platform == "cpu"

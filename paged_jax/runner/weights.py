@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from paged_jax.kernels.weight_packing import interleave, undo_interleave
-from paged_jax.models.llama import Llama
+from paged_jax.models.decoder import Decoder
 from paged_jax.models.loading.parameters import named_arrays
 from paged_jax.models.matrix_formats import ORDER, MatrixFormats, is_matrix, matrix_name
 from paged_jax.models.paged_model import PagedModel
@@ -220,7 +220,7 @@ class Weights:
             # committed, and JAX compiles programs separately for committed and uncommitted arrays.
             arrays = jax.device_put(arrays, places)
         else:
-            assert isinstance(model, Llama), "other models are not divided"
+            assert isinstance(model, Decoder), "other models are not divided"
             self.config, self.device_config = parallel.wide_config, parallel.device_config
             named = list(zip(self.names, arrays, strict=True))
             parallel.check_formats("Engine", model.formats, {name: x.shape for name, x in named})

@@ -94,6 +94,7 @@ def sample(
     constraints: Constraints | None = None,
     *,
     num_top: int = 0,
+    backend: str | None = None,
 ) -> tuple[Draws, SlotSampling]:
     """Choose one token for each active row.
 
@@ -110,6 +111,7 @@ def sample(
       constraints: restrictions by grammars, see `Constraints.of_rows`; None if no row has a
         grammar.
       num_top: N, number of most probable tokens (static). With 0, ranks are not computed either.
+      backend: backend of the model, see `log_sum_exp` (static).
 
     Returns:
       draws: the tokens. Their log-probabilities are computed from `logits` before bias, penalties
@@ -159,7 +161,7 @@ def sample(
         return lax.cond(is_reported, report, unreported, raw, tokens)
 
     def report(raw, tokens):
-        return _report(raw, tokens, active, num_top).pack()
+        return _report(raw, tokens, active, num_top, backend).pack()
 
     def unreported(raw, tokens):
         return _unreported(tokens, num_top).pack()
@@ -175,7 +177,9 @@ def sample(
     chosen = lax.cond(is_special, choose, unreported, raw, greedy)
     draws = Draws.unpack(chosen)
     tokens = draws.token_ids
-    logprobs = jnp.where(active, _at(raw, tokens) - log_sum_exp(raw, largest)[:, 0], 0.0)
+    logits = _at(raw, tokens)
+    denominators = log_sum_exp(raw, largest, backend=backend)[:, 0]
+    logprobs = jnp.where(active, logits - denominators, 0.0)
     # The slot of inactive rows is set to S, which is out of range, so that they are not counted.
     counted = jnp.where(active, slots, rows.output_counts.shape[0])
     counts = rows.output_counts.at[counted, tokens].add(1, mode="drop")
@@ -242,12 +246,14 @@ def _unreported(tokens: jax.Array, num_top: int) -> Draws:
     return Draws(tokens, _as_float(none), none, zeros, _as_float(zeros))
 
 
-def _report(raw: jax.Array, tokens: jax.Array, active: jax.Array, num_top: int) -> Draws:
+def _report(
+    raw: jax.Array, tokens: jax.Array, active: jax.Array, num_top: int, backend: str | None
+) -> Draws:
     """Return `Draws` with tokens, ranks and the `num_top` most probable tokens of active rows.
 
     In inactive rows, ranks and most probable tokens are zero. `logprobs` is zero in all rows.
     """
-    values, ids = top_logprobs(raw, num_top)
+    values, ids = top_logprobs(raw, num_top, backend=backend)
     return _unreported(tokens, num_top)._replace(
         ranks=jnp.where(active, ranks(raw, tokens), 0),
         top_ids=jnp.where(active[:, None], ids, 0),
@@ -274,7 +280,11 @@ def rows_of(state: SlotSampling, slots: jax.Array) -> SlotSampling:
 
 
 def top_logprobs(
-    logits: jax.Array, k: int, bias: tuple[jax.Array, jax.Array] | None = None
+    logits: jax.Array,
+    k: int,
+    bias: tuple[jax.Array, jax.Array] | None = None,
+    *,
+    backend: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the k most probable tokens of each row and their log-probabilities.
 
@@ -283,6 +293,7 @@ def top_logprobs(
       k: static, 1 <= k <= V.
       bias: ids of N tokens, i32[N], and values f32[S, N] that are added to the log-probabilities of
         these tokens; None for no bias. The log-probabilities are not normalised again.
+      backend: backend of the model, see `log_sum_exp` (static).
 
     Returns:
       values: f32[S, k], largest first.
@@ -305,14 +316,16 @@ def top_logprobs(
     logits = logits.astype(jnp.float32)
     if bias is None:
         values, ids = lax.top_k(logits, k)
-        return values - log_sum_exp(logits), ids
+        return values - log_sum_exp(logits, backend=backend), ids
     bias_ids, bias_values = bias
     biased = logits.at[:, bias_ids].add(bias_values)
     values, ids = lax.top_k(biased, k)
-    return values - log_sum_exp(logits), ids
+    return values - log_sum_exp(logits, backend=backend), ids
 
 
-def log_sum_exp(logits: jax.Array, peak: jax.Array | None = None) -> jax.Array:
+def log_sum_exp(
+    logits: jax.Array, peak: jax.Array | None = None, *, backend: str | None = None
+) -> jax.Array:
     """Return the logarithm of the softmax denominator of each row, f32[S, 1].
 
     On CPUs, for small batches, each row is summed in the same order for any number of rows. So
@@ -321,6 +334,7 @@ def log_sum_exp(logits: jax.Array, peak: jax.Array | None = None) -> jax.Array:
     Args:
       logits: f32[S, V].
       peak: f32[S, 1], the largest logit of each row. If it is None, it is computed.
+      backend: with an exact backend, see `is_exact`, this is true for any number of rows (static).
 
     Example:
       >>> round(float(log_sum_exp(jnp.log(jnp.array([[0.5, 1.0, 1.5]])))[0, 0]), 4)
@@ -329,7 +343,7 @@ def log_sum_exp(logits: jax.Array, peak: jax.Array | None = None) -> jax.Array:
     if peak is None:
         peak = jnp.max(logits, axis=-1, keepdims=True)
     peak = lax.stop_gradient(jnp.where(jnp.isfinite(peak), peak, 0))
-    return peak + jnp.log(sum_rows(jnp.exp(logits - peak)))
+    return peak + jnp.log(sum_rows(jnp.exp(logits - peak), backend=backend))
 
 
 def ranks(logits: jax.Array, token_ids: jax.Array) -> jax.Array:

@@ -189,6 +189,8 @@ class EngineStats:
 
     Attributes:
       num_steps: number of engine steps; each may decode several tokens of a sequence.
+      num_failed_steps: number of engine steps that raised an exception. The engine queues their
+        requests again.
       num_prompt_tokens: number of prompt tokens computed, without tokens from the prefix cache.
       num_generated_tokens: number of generated tokens.
       num_decode_tokens: number of tokens generated in dispatches that did not compile a program.
@@ -218,6 +220,7 @@ class EngineStats:
     """
 
     num_steps: int = 0
+    num_failed_steps: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     num_decode_tokens: int = 0

@@ -86,9 +86,9 @@ class Scheduler:
       preemption: how to preempt a sequence. ``"recompute"`` releases its blocks, ``"swap"`` copies
         them to host memory, ``"auto"`` chooses the cheaper of the two.
       costs: costs of the two ways to preempt. The caller may change them at any time.
-      groups: groups of layers that keep the same tokens, see `LlamaConfig.layer_groups`. The first
+      groups: groups of layers that keep the same tokens, see `ModelConfig.layer_groups`. The first
         group keeps the most tokens. By default all layers keep all tokens.
-      state_groups: groups of recurrent layers, see `LlamaConfig.state_groups`.
+      state_groups: groups of recurrent layers, see `ModelConfig.state_groups`.
       state_interval: prompt chunks end at multiples of this number of tokens, at which recurrent
         states can be added to the prefix cache; None if no layer is recurrent. It is a multiple of
         `block_size`.

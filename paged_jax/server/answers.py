@@ -118,7 +118,6 @@ class Answer(ABC):
     Attributes:
       prefix: prefix of the response's id.
       end_mark: last bytes of a stream.
-      ping: bytes that keep a stream's connection open, and that clients ignore.
       clamps_max_tokens: whether a `max_tokens` that exceeds the context is reduced. Otherwise it is
         an error.
       id: id of the response.
@@ -128,7 +127,6 @@ class Answer(ABC):
 
     prefix = "cmpl"
     end_mark = b"data: [DONE]\n\n"
-    ping = b": ping\n\n"
     clamps_max_tokens = False
     fallback_params: dict[str, Any] = {}
 
@@ -222,8 +220,12 @@ class Answer(ABC):
         """Return the JSON of the response, given the finished outputs of all prompts in order."""
 
     def opening(self) -> list[JsonDict]:
-        """Return the events that a stream begins with, before the first token is generated."""
+        """Return the events that a stream begins with, as soon as the engine has the request."""
         return []
+
+    def ping(self) -> bytes:
+        """Return bytes that keep a stream's connection open, and that clients ignore."""
+        return b": ping\n\n"
 
     @abstractmethod
     def chunks(

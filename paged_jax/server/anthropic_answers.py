@@ -29,7 +29,6 @@ class MessagesAnswer(BlockAnswer):
     """Answer of ``POST /v1/messages``, whole or as a stream."""
 
     prefix = "msg"
-    ping = encode_named_event("ping", {"type": "ping"})
     format_field = "output_config.format"
     body: MessagesBody
 
@@ -73,6 +72,10 @@ class MessagesAnswer(BlockAnswer):
     def encode(self, event: JsonDict) -> bytes:
         """Return the bytes of a stream's event."""
         return encode_named_event(event["type"], event)
+
+    def ping(self) -> bytes:
+        """Return an event that keeps a stream's connection open, and that clients ignore."""
+        return self.encode({"type": "ping"})
 
     def failure(self, error: ApiError) -> bytes:
         """Return the bytes of the event that ends a stream after an error."""

@@ -9,6 +9,7 @@ from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.server import bodies
 from paged_jax.server.response_bodies import (
     kind_of,
+    result_text,
     string_of,
     validated_chat,
     with_system_text,
@@ -201,20 +202,8 @@ def _messages(message: Mapping[str, Any], index: int) -> Iterator[JsonDict]:
 
 def _result(block: Mapping[str, Any], place: str) -> str:
     """Return the text of a tool result, which begins with "Error: " if the tool failed."""
-    content = block.get("content") or ""
-    if not isinstance(content, str):
-        content = "".join(_result_texts(content, f"{place}.content"))
+    content = result_text(block.get("content"), f"{place}.content")
     return f"Error: {content}" if block.get("is_error") else content
-
-
-def _result_texts(content: Any, place: str) -> Iterator[str]:
-    """Yield the texts of the blocks in a tool result. Blocks of unknown types are skipped."""
-    if not isinstance(content, list):
-        raise ApiError(400, f"{place} must be a text or a list of blocks.", param=place)
-    for index, part in enumerate(content):
-        where = f"{place}.{index}"
-        if kind_of(part, where) == "text":
-            yield string_of(part, "text", where)
 
 
 def _joined(messages: list[JsonDict]) -> list[JsonDict]:

@@ -309,7 +309,8 @@ class Startup:
     Attributes:
       service: the engine and its settings; None until `make` has returned.
       detail: the last line that `make` reported.
-      on_failure: function that is called in the event loop if `make` raises an exception.
+      on_failure: function that is called in the event loop if the service cannot be created, or
+        after its engine has failed.
 
     Example:
       >>> startup = Startup(lambda report: report("loading the model"))
@@ -322,6 +323,7 @@ class Startup:
         self._made: concurrent.futures.Future[Service] = concurrent.futures.Future()
         self._is_ending = asyncio.Event()
         self._app: ASGIApp = RequestLogMiddleware(self._answer_early)
+        self._failure: BaseException | None = None
         self.service: Service | None = None
         self.detail = "starting"
         self.on_failure: Callable[[], None] = lambda: None
@@ -332,9 +334,16 @@ class Startup:
         return not self._made.done()
 
     def check(self) -> None:
-        """Raise the exception that `make` raised, if any."""
+        """Raise the exception because of which there is no service, if any."""
         if self._made.done():
             self._made.result()
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def has_failed_engine(self) -> bool:
+        """Whether the engine of the service has failed. The log has the exception."""
+        return self.service is not None and self.service.engine.failure is not None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request, or the startup and shutdown events of the ASGI lifespan."""
@@ -388,9 +397,12 @@ class Startup:
             # `shield` prevents that cancelling this task also cancels the future, which the thread
             # sets later.
             service = await asyncio.shield(asyncio.wrap_future(self._made))
-        except Exception:
+            app = create_app(service)
+        except Exception as error:
+            self._failure = error
             self.on_failure()
             return
+        service.on_failure = self.on_failure
         async with service.lifespan(self):
-            self.service, self._app = service, create_app(service)
+            self.service, self._app = service, app
             await self._is_ending.wait()

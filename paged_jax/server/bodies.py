@@ -3,6 +3,7 @@
 Their schemas are part of /openapi.json, and the tables in docs/http-fields.md are made from them.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -139,6 +140,29 @@ class CompletionBody(OpenAiBody):
     )
 
 
+# Types of content parts that are text, in all APIs.
+_TEXT_TYPES = ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
+
+
+def as_text_parts(parts: list[Any]) -> list[Any]:
+    """Replace each part of a tool's result that is not text, such as an image, by a line of text.
+
+    An error would end an agent's session: each later request contains the same result.
+
+    Example:
+      >>> as_text_parts([{"type": "image", "source": {}}])
+      [{'type': 'text', 'text': '[image omitted: this model reads only text]'}]
+    """
+    return [
+        {"type": "text", "text": f"[{part['type'][:40]} omitted: this model reads only text]"}
+        if isinstance(part, Mapping)
+        and isinstance(part.get("type"), str)
+        and part["type"] not in _TEXT_TYPES
+        else part
+        for part in parts
+    ]
+
+
 class TextPart(LenientBody):
     """A text in the content of a message. The types of `/v1/responses` are accepted too."""
 
@@ -250,6 +274,14 @@ class MessageParam(LenientBody):
     # These fields are null in messages of responses, and clients send such messages back.
     audio: None = None
     function_call: None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_results_of_text(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("role") in ("tool", "function"):
+            if isinstance(value.get("content"), list):
+                return {**value, "content": as_text_parts(value["content"])}
+        return value
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:

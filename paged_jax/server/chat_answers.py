@@ -29,6 +29,7 @@ class ChatAnswer(OpenAiAnswer):
     ):
         super().__init__(service, body, client, record)
         self.chat = Chat(service, body)
+        self._has_begun = False  # whether the stream has events with the role
         # Number of tool calls that the stream of each sample has begun.
         self._num_calls: dict[int, int] = {}
 
@@ -151,11 +152,14 @@ class ChatAnswer(OpenAiAnswer):
         new_id = self.chat.call_id(secrets.token_hex(12))
         return schemas.ToolCallDelta(index=index, id=new_id, type="function", function=function)
 
-    def opening(self) -> list[JsonDict]:
+    def _roles(self) -> list[JsonDict]:
         """Return an event for each sample, with the role ``"assistant"``.
 
         Its content is "" if the answer is plain text. Otherwise the content is null: the answer may
         begin with reasoning or a tool call, but clients that receive "" begin to show a text.
+
+        These events are sent with the first text, because clients measure the time to the first
+        token at the first event.
         """
         content = "" if self.chat.is_plain else None
         delta = to_json_dict(schemas.ChatDelta, role="assistant", content=content)
@@ -165,7 +169,9 @@ class ChatAnswer(OpenAiAnswer):
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
     ) -> list[JsonDict]:
         """Return an event for each delta, with the new text and the finish reason, if any."""
-        return [self._next_chunk(output, each) for each in deltas]
+        roles = [] if self._has_begun else self._roles()
+        self._has_begun = True
+        return [*roles, *(self._next_chunk(output, each) for each in deltas)]
 
     def _next_chunk(self, output: RequestOutput, delta: SampleDelta) -> JsonDict:
         message: JsonDict | schemas.ChatDelta

@@ -49,9 +49,18 @@ class Chat:
         self._readers: dict[int, AnswerReader | HarmonyReader] = {}
         self._content_tokens: dict[int, ContentTokens] = {}
 
-    @functools.cached_property
+    @property
     def tools(self) -> list[Tool]:
-        """Tools that the prompt describes. The model may call only `_allowed_tools`."""
+        """Tools that the answer may call; [] if `tool_choice` is "none". See `_allowed_tools`."""
+        return [] if self.body.tool_choice == "none" else self._shown_tools
+
+    @functools.cached_property
+    def _shown_tools(self) -> list[Tool]:
+        """Tools that the prompt describes.
+
+        They do not depend on `tool_choice`: all requests of a chat then have the same prefix, which
+        can be cached.
+        """
         body, tokenizer = self.body, self.service.tokenizer
         is_asked = body.tool_choice not in (None, "none", "auto")
         if is_asked and not body.tools:
@@ -60,8 +69,10 @@ class Chat:
                 "tool_choice must be null, none or auto if there are no tools.",
                 param="tool_choice",
             )
-        if tokenizer is None or not body.tools or body.tool_choice == "none":
+        if tokenizer is None or not body.tools:
             return []
+        if body.tool_choice == "none" and tokenizer.tool_format is None:
+            return []  # other requests of the chat cannot have tools
         return [*template_tools(body.tools, tokenizer)]
 
     @property
@@ -120,7 +131,7 @@ class Chat:
         return tokenizer.render_chat(
             template_messages(self.body.messages),
             template_variables(self.body),
-            tools=self.tools or None,
+            tools=self._shown_tools or None,
             add_generation_prompt=self.body.add_generation_prompt is not False,
             continue_final_message=bool(self.body.continue_final_message),
         )

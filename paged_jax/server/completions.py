@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from starlette.requests import Request
@@ -34,10 +34,6 @@ _STREAM_START: Message = {
         (b"x-accel-buffering", b"no"),  # tells nginx to forward each event immediately
     ],
 }
-
-
-# Maximum seconds without events after which a stream sends its first ping.
-_FIRST_PING = 1.0
 
 
 class CompletionEndpoint(Generic[B]):
@@ -91,85 +87,97 @@ async def _respond(answer: Answer) -> Response:
 async def _stream(answer: Answer, receive: Receive, send: Send) -> None:
     """Generate all samples and send their text as events of a stream.
 
-    The response starts only when the first event is sent. An error before that is sent with its own
-    HTTP status. A later error is sent as the last event of the stream.
+    The response starts when the engine has accepted the request. An error before that is sent with
+    its own HTTP status, however long the checks take. A later error is sent as the last event of
+    the stream.
     """
-    sender, ending = _EventSender(send), b""
-    pings = answer.service.settings.ping_seconds
-    async with contextlib.aclosing(_events(answer)) as events:
-        try:
-            async with answer.service.while_connected(receive), sender.pinging(answer.ping, pings):
-                async for data in events:
-                    await sender.send(data)
-        except ClientGone:
-            if not sender.is_started:
-                raise
-            return
-        except ApiError as error:
-            if not sender.is_started:
-                raise
-            answer.record.note_error(error.code, str(error))
-            ending = answer.failure(error)
-        await send(_body(ending, is_last=True))
+    sender, ending = _EventSender(answer, send), b""
+    try:
+        async with answer.service.while_connected(receive), sender:
+            await _send_events(answer, sender)
+    except ClientGone:
+        if not sender.is_started:
+            raise
+        return
+    except ApiError as error:
+        if not sender.is_started:
+            raise
+        answer.record.note_error(error.code, str(error))
+        ending = answer.failure(error)
+    await send(_body(ending, is_last=True))
 
 
 class _EventSender:
     """Sender of a stream's events, and of pings while there are no events.
 
+    It is an async context manager, whose end stops the pings.
+
     Args:
+      answer: the answer to the request.
       send: the ASGI `send` function of the request.
 
     Attributes:
       is_started: whether the start of the response was sent.
+      is_accepted: whether the engine has accepted the request. Nothing may be sent before that.
+      is_held: whether to send no pings now, because later events have been built already. Pings may
+        be numbered too, so they must be sent in the order in which they are built.
     """
 
-    def __init__(self, send: Send):
+    def __init__(self, answer: Answer, send: Send):
+        self._answer = answer
         self._send = send
-        self._is_sending = False
-        self._last = time.monotonic()
-        self.is_started = False
+        self._opening = b""
+        self._lock = asyncio.Lock()
+        self._last = 0.0
+        self._pings: asyncio.Task[None] | None = None
+        self.is_started = self.is_accepted = self.is_held = False
 
-    async def send(self, data: bytes) -> None:
-        """Send the bytes of events. Before the first events, send the start of the response."""
-        self._is_sending = True
-        if not self.is_started:
-            self.is_started = True
-            await self._send(_STREAM_START)
-        await self._send(_body(data))
-        self._is_sending, self._last = False, time.monotonic()
+    async def __aenter__(self) -> None:
+        pass
 
-    @contextlib.asynccontextmanager
-    async def pinging(self, ping: bytes, seconds: float) -> AsyncIterator[None]:
-        """Send `ping` whenever nothing was sent for `seconds`, until the ``with`` block ends.
+    async def __aexit__(self, *exception: object) -> None:
+        if self._pings is not None:
+            self._pings.cancel()
+
+    def accept(self) -> None:
+        """Send the opening events, and then a ping whenever nothing was sent for a while.
 
         Without pings, proxies and clients may close the connection, for example while a long prompt
-        is computed. The first ping is sent after at most `_FIRST_PING` seconds without events. If
-        `seconds` is 0, no pings are sent.
+        waits or is computed. `Settings.ping_seconds` is the time between two of them.
         """
-        task = asyncio.create_task(self._ping(ping, seconds)) if seconds else None
-        try:
-            yield
-        finally:
-            if task is not None:
-                task.cancel()
+        self.is_accepted = True
+        self._last = time.monotonic()
+        self._opening = b"".join(map(self._answer.encode, self._answer.opening()))
+        self._pings = asyncio.create_task(self._keep_open())
 
-    async def _ping(self, ping: bytes, seconds: float) -> None:
-        wait = min(seconds, _FIRST_PING)
-        while True:
-            await asyncio.sleep(max(0.0, self._last + wait - time.monotonic()) or wait)
-            if time.monotonic() - self._last >= wait and not self._is_sending:
-                await self.send(ping)
-                wait = seconds
+    async def send(self, data: bytes) -> None:
+        """Send the bytes of events, after the start of the response and the opening events."""
+        async with self._lock:
+            data, self._opening = self._opening + data, b""
+            if not self.is_started:
+                self.is_started = True
+                await self._send(_STREAM_START)
+            await self._send(_body(data))
+            self._last = time.monotonic()
+
+    async def _keep_open(self) -> None:
+        if self._opening:
+            await self.send(b"")
+        seconds = self._answer.service.settings.ping_seconds
+        while seconds:
+            await asyncio.sleep(max(0.0, self._last + seconds - time.monotonic()) or seconds)
+            if time.monotonic() - self._last >= seconds and not self.is_held:
+                await self.send(self._answer.ping())
 
 
-async def _events(answer: Answer) -> AsyncGenerator[bytes]:
-    """Yield the bytes of a stream: opening events, events with new text, and the end."""
+async def _send_events(answer: Answer, sender: _EventSender) -> None:
+    """Send the events of a stream: opening events, events with new text, and the end."""
     job = await make_job(answer)
-    tracker, finished = DeltaTracker(), {}
-    data = b"".join(map(answer.encode, answer.opening()))
-    async with contextlib.aclosing(run(answer, job)) as outputs:
+    tracker, finished, data = DeltaTracker(), dict[int, RequestOutput](), b""
+    async with contextlib.aclosing(run(answer, job, sender.accept)) as outputs:
         async for index, output in outputs:
             deltas = tracker.deltas(index, output)
+            sender.is_held = True
             data += await answer.service.render(
                 num_entries(output, deltas),
                 functools.partial(answer.events, index, output, deltas),
@@ -177,11 +185,12 @@ async def _events(answer: Answer) -> AsyncGenerator[bytes]:
             if output.finished:
                 finished[index] = output
             # The events of the last output are sent together with the closing events.
-            if data and len(finished) < len(job.prompts):
-                yield data
+            if data and sender.is_accepted and len(finished) < len(job.prompts):
+                await sender.send(data)
                 data = b""
+            sender.is_held = bool(data)
     closing = answer.closing([finished[index] for index in range(len(job.prompts))])
-    yield b"".join([data, *map(answer.encode, closing), answer.end_mark])
+    await sender.send(b"".join([data, *map(answer.encode, closing), answer.end_mark]))
 
 
 def _body(data: bytes, *, is_last: bool = False) -> Message:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
 
 from paged_jax.arguments import ArgumentError
@@ -215,24 +215,42 @@ def _tokenize(answer: Answer, prompt: str | list[int]) -> list[int]:
     return prompt
 
 
-def run(answer: Answer, job: Job) -> AsyncGenerator[tuple[int, RequestOutput]]:
+def run(
+    answer: Answer, job: Job, on_added: Callable[[], None] = lambda: None
+) -> AsyncGenerator[tuple[int, RequestOutput]]:
     """Run a job. Yield ``(index, output)`` whenever the prompt with this index has new tokens.
+
+    Args:
+      answer: the request.
+      job: the job of the request.
+      on_added: function that is called when the engine has accepted all prompts. After that, no
+        error is the client's fault. Beam search does not call it.
 
     Raises:
       ApiError: the engine rejects the job, fails, or has stopped.
     """
     if answer.uses_beam_search:
         return _beam_search(answer, job)
-    return _sample(answer, job)
+    return _sample(answer, job, on_added)
 
 
-def _sample(answer: Answer, job: Job) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    streams = [_outputs(answer, job, index) for index in range(len(job.prompts))]
+def _sample(
+    answer: Answer, job: Job, on_added: Callable[[], None] = lambda: None
+) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    num_missing = len(job.prompts)
+
+    def note_added() -> None:
+        nonlocal num_missing
+        num_missing -= 1
+        if not num_missing:
+            on_added()
+
+    streams = [_outputs(answer, job, index, note_added) for index in range(len(job.prompts))]
     return streams[0] if len(streams) == 1 else _merge(streams)
 
 
 async def _outputs(
-    answer: Answer, job: Job, index: int
+    answer: Answer, job: Job, index: int, on_added: Callable[[], None]
 ) -> AsyncGenerator[tuple[int, RequestOutput]]:
     """Run ``job.prompts[index]``. Yield ``(index, output)`` whenever it has new tokens."""
     service = answer.service
@@ -241,6 +259,7 @@ async def _outputs(
         job.params,
         request_id=f"{answer.name}-{index}",
         final_only=not answer.body.stream,
+        on_added=on_added,
         **job.options,
     )
     try:

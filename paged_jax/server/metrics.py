@@ -81,6 +81,7 @@ _COUNTERS = {
     "paged_jax:recomputed_tokens": ("num_recomputed_tokens", "Tokens recomputed after preemption."),
     "paged_jax:swap_preemptions": ("num_swap_preemptions", "Preemptions that swapped out blocks."),
     "paged_jax:steps": ("num_steps", "Engine steps."),
+    "paged_jax:failed_steps": ("num_failed_steps", "Engine steps that raised an exception."),
 }
 # Reasons for waiting that vLLM's metric calls "deferred". It calls all other reasons "capacity".
 _DEFERRED = ("same prefix", "fork")

@@ -17,11 +17,11 @@ from paged_jax.server.answers import (
 )
 from paged_jax.server.chat_answers import chat_logprobs
 from paged_jax.server.request_log import RequestRecord
-from paged_jax.server.response_bodies import ResponsesBody, ToolNames, chat_body
+from paged_jax.server.response_bodies import ResponsesBody, ToolNames, chat_body, custom_input
 from paged_jax.server.responses import ApiError, JsonDict, encode_named_event
 from paged_jax.server.service import Client, Service
 
-_PREFIXES = {"reasoning": "rs", "content": "msg", "call": "fc"}
+_PREFIXES = {"reasoning": "rs", "content": "msg", "call": "fc", "custom": "ctc"}
 _PART_TYPES = {"reasoning": "reasoning_text", "content": "output_text"}
 
 
@@ -94,7 +94,10 @@ class ResponsesAnswer(BlockAnswer):
     def failure(self, error: ApiError) -> bytes:
         """Return the bytes of the event that ends a stream after an error."""
         response = self._response(None)
-        reason = {"code": "server_error", "message": str(error)}
+        # Clients read the code: Codex, for example, shortens the chat if it is
+        # "context_length_exceeded".
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        reason = {"code": error.code or code, "message": str(error)}
         return self.encode(
             {
                 "type": "response.failed",
@@ -104,10 +107,14 @@ class ResponsesAnswer(BlockAnswer):
 
     def opening(self) -> list[JsonDict]:
         """Return the first events of a stream, ``created`` and ``in_progress``."""
-        return [
-            {"type": f"response.{name}", "response": self._response(None)}
-            for name in ("created", "in_progress")
-        ]
+        return [self._progress("created"), self._progress("in_progress")]
+
+    def ping(self) -> bytes:
+        """Return another event ``in_progress``: Codex gives up after 300 seconds without events."""
+        return self.encode(self._progress("in_progress"))
+
+    def _progress(self, name: str) -> JsonDict:
+        return {"type": f"response.{name}", "response": self._response(None)}
 
     def chunks(
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
@@ -127,7 +134,7 @@ class ResponsesAnswer(BlockAnswer):
 
     def _events_of(self, change: BlockChange, logprobs: list[JsonDict]) -> list[JsonDict]:
         block = change.block
-        place: JsonDict = {"item_id": _item_id(block), "output_index": block.index}
+        place: JsonDict = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind != "call":
             place["content_index"] = 0
         empty = Block(block.index, block.kind, block.name, id=block.id)
@@ -138,6 +145,8 @@ class ResponsesAnswer(BlockAnswer):
                 "item": self._item(empty, status="in_progress"),
             }
             return [added, *self._part_events(empty, place, "added")]
+        if self._is_custom(block):
+            return self._custom_events(change, place)
         name = _text_event(block)
         if change.what == "extend":
             extra = {"logprobs": logprobs} if block.kind == "content" else {}
@@ -160,6 +169,21 @@ class ResponsesAnswer(BlockAnswer):
                 "output_index": block.index,
                 "item": self._item(block),
             },
+        ]
+
+    def _custom_events(self, change: BlockChange, place: JsonDict) -> list[JsonDict]:
+        """Return the events for new text or the end of a custom tool's call.
+
+        The input is sent at the end: until then, it is an incomplete JSON text.
+        """
+        if change.what == "extend":
+            return []
+        name, text = "response.custom_tool_call_input", custom_input(change.block.text)
+        item = {"output_index": change.block.index, "item": self._item(change.block)}
+        return [
+            {"type": f"{name}.delta", **place, "delta": text},
+            {"type": f"{name}.done", **place, "input": text},
+            {"type": "response.output_item.done", **item},
         ]
 
     def _part_events(self, block: Block, place: JsonDict, what: str) -> list[JsonDict]:
@@ -194,7 +218,7 @@ class ResponsesAnswer(BlockAnswer):
         The default of `status` is ``"completed"``, or ``"incomplete"`` for `_cut_block`.
         """
         status = status or ("incomplete" if block is self._cut_block else "completed")
-        item: JsonDict = {"id": _item_id(block), "status": status}
+        item: JsonDict = {"id": self._item_id(block), "status": status}
         content = [self._part(block)] if block.text and block.kind != "call" else []
         if block.kind == "reasoning":
             shown = [{"type": "summary_text", "text": block.text}]
@@ -202,9 +226,18 @@ class ResponsesAnswer(BlockAnswer):
             return {"type": "reasoning", **item, "summary": summary, "content": content}
         if block.kind == "content":
             return {"type": "message", **item, "role": "assistant", "content": content}
-        arguments = "" if status == "in_progress" else _arguments(block)
         call = {"call_id": self.chat.call_id(block.id), **self._names.split(block.name)}
+        if self._is_custom(block):
+            text = "" if status == "in_progress" else custom_input(block.text)
+            return {"type": "custom_tool_call", **item, **call, "input": text}
+        arguments = "" if status == "in_progress" else _arguments(block)
         return {"type": "function_call", **item, **call, "arguments": arguments}
+
+    def _is_custom(self, block: Block) -> bool:
+        return block.kind == "call" and block.name in self._names.customs
+
+    def _item_id(self, block: Block) -> str:
+        return f"{_PREFIXES['custom' if self._is_custom(block) else block.kind]}_{block.id}"
 
     def _response(self, output: RequestOutput | None) -> JsonDict:
         """Return the JSON of the response. `output` is None while it is in progress."""
@@ -319,10 +352,6 @@ def _usage(output: RequestOutput, num_reasoning_tokens: int) -> JsonDict:
         "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
         "total_tokens": total.total_tokens,
     }
-
-
-def _item_id(block: Block) -> str:
-    return f"{_PREFIXES[block.kind]}_{block.id}"
 
 
 def _text_event(block: Block) -> str:

@@ -5,6 +5,7 @@ does not store responses, so each request must contain the whole conversation.
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -27,6 +28,10 @@ from paged_jax.server.sampling_body import (
 )
 
 _SYSTEM = ("system", "developer")
+# Types of tools that a model may call.
+_CALLABLE = ("function", "custom")
+# Name of the argument of a custom tool.
+_INPUT = "input"
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 # Types of content parts that this server does not support, in OpenAI's and Anthropic's APIs.
 _MEDIA = (
@@ -72,7 +77,8 @@ class InputTokensBody(TemplateFields):
     )
     instructions: str | None = Field(None, description="A system message before the input.")
     tools: Items[dict[str, Any]] | None = Field(
-        None, description="Functions and namespaces of functions. Other types are skipped."
+        None,
+        description="Functions, custom tools and namespaces of them. Other types are skipped.",
     )
     tool_choice: str | dict[str, Any] | None = Field(
         None,
@@ -140,6 +146,9 @@ class ToolNames:
     In this API, a function may belong to a namespace, and clients send and receive both names. In
     the chat, which has no namespaces, the function has a single name made from both.
 
+    Tools of the type ``custom`` take a text instead of arguments. In the chat, they are functions
+    with a single argument ``input``.
+
     Args:
       tools: the tools of a request. Tools of unknown types are ignored.
 
@@ -148,6 +157,7 @@ class ToolNames:
 
     Attributes:
       functions: a dict from names in the chat to the functions of the request.
+      customs: names in the chat of the custom tools.
 
     Example:
       >>> inner = {"type": "function", "name": "read"}
@@ -158,14 +168,18 @@ class ToolNames:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]):
         self.functions: dict[str, Mapping[str, Any]] = {}
+        self.customs: set[str] = set()
         self._parts: dict[str, tuple[str, str]] = {}
         for index, tool in enumerate(tools):
-            is_plain = tool.get("type") == "function"
+            is_plain = tool.get("type") in _CALLABLE
             namespace = "" if is_plain else str(tool.get("name"))
             for function in [tool] if is_plain else _inner_tools(tool):
                 name = string_of(function, "name", f"tools.{index}")
                 joined = self.join(namespace, name)
                 self.functions[joined] = function
+                if function.get("type") == "custom":
+                    self.functions[joined] = _as_function(function)
+                    self.customs.add(joined)
                 if namespace:
                     self._parts[joined] = namespace, name
 
@@ -228,12 +242,37 @@ def _inner_tools(tool: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     inner: list[Mapping[str, Any]] = [
         each
         for each in (listed if isinstance(listed, list) else ())
-        if isinstance(each, Mapping) and each.get("type") == "function"
+        if isinstance(each, Mapping) and each.get("type") in _CALLABLE
     ]
     if inner:
         texts = filter(None, (tool.get("description"), inner[0].get("description")))
         inner[0] = {**inner[0], "description": "\n".join(map(str, texts)) or None}
     return inner
+
+
+def _as_function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Convert a custom tool to a function. The description ends with the grammar of the input."""
+    format = tool.get("format")
+    grammar = format.get("definition") if isinstance(format, Mapping) else None
+    texts = (tool.get("description"), grammar and f"The input must match this grammar:\n{grammar}")
+    parameters = {
+        "type": "object",
+        "properties": {_INPUT: {"type": "string"}},
+        "required": [_INPUT],
+        "additionalProperties": False,
+    }
+    return {"description": "\n".join(map(str, filter(None, texts))), "parameters": parameters}
+
+
+def custom_input(arguments: str) -> str:
+    """Return the input of a custom tool, given the arguments of the call in the chat as JSON.
+
+    If the generation ended before the JSON was complete, it is returned unchanged.
+    """
+    try:
+        return json.loads(arguments)[_INPUT]
+    except (ValueError, KeyError, TypeError):
+        return arguments
 
 
 def chat_body(
@@ -310,11 +349,11 @@ def _messages(body: InputTokensBody) -> Iterator[JsonDict]:
             turn = {}
             content = _text(item.get("content"), f"{place}.content")
             yield {"role": string_of(item, "role", place), "content": content}
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             if turn:
                 yield turn
             turn = {}
-            output = _text(item.get("output"), f"{place}.output")
+            output = result_text(item.get("output"), f"{place}.output")
             yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
         else:
             _add_to_turn(turn, kind, item, place)
@@ -341,9 +380,12 @@ def _add_to_turn(turn: JsonDict, kind: str, item: JsonDict, place: str) -> None:
         thoughts = _text(item.get("content") or item.get("summary") or [], place)
         if thoughts:
             added["reasoning_content"] = thoughts
-    elif kind == "function_call":
+    elif kind in ("function_call", "custom_tool_call"):
         name = ToolNames.join(item.get("namespace"), string_of(item, "name", place))
-        function = {"name": name, "arguments": item.get("arguments")}
+        arguments = item.get("arguments")
+        if kind == "custom_tool_call":
+            arguments = {_INPUT: string_of(item, "input", place)}
+        function = {"name": name, "arguments": arguments}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         added["tool_calls"] = [*turn.get("tool_calls", ()), call]
     elif kind == "item_reference" and not str(item.get("id")).startswith("rs_"):
@@ -384,6 +426,14 @@ def _text(content: Any, place: str) -> str:
         elif kind in _TEXTS:
             texts.append(string_of(part, "text", param))
     return "".join(texts)
+
+
+def result_text(content: Any, place: str) -> str:
+    """Return the text of a tool's result; lines replace its images, see `bodies.as_text_parts`.
+
+    The arguments and errors are those of `_text`.
+    """
+    return _text(bodies.as_text_parts(content) if isinstance(content, list) else content, place)
 
 
 def kind_of(part: Any, place: str) -> Any:
@@ -470,22 +520,23 @@ def _tool_choice(choice: str | Mapping[str, Any] | None, names: ToolNames) -> An
     if choice in (None, "none", "auto", "required"):
         return choice
     kind = choice.get("type") if isinstance(choice, Mapping) else None
-    if isinstance(choice, Mapping) and kind == "function":
+    if isinstance(choice, Mapping) and kind in _CALLABLE:
         return _named(names.matching(choice)[0])
     mode = choice.get("mode") if isinstance(choice, Mapping) else None
     listed = choice.get("tools") if isinstance(choice, Mapping) else None
     if kind != "allowed_tools" or mode not in ("auto", "required") or not isinstance(listed, list):
         raise ApiError(
             400,
-            'tool_choice must be "none", "auto", "required", {"type": "function", "name": NAME} '
-            'or {"type": "allowed_tools", "mode": "auto" or "required", "tools": LIST}.',
+            'tool_choice must be "none", "auto", "required", {"type": "function" or "custom", '
+            '"name": NAME} or {"type": "allowed_tools", "mode": "auto" or "required", '
+            '"tools": LIST}.',
             param="tool_choice",
         )
     # Skip tools of other types, because they are skipped in `tools` too.
     allowed = [
         _named(name)
         for each in listed
-        if isinstance(each, Mapping) and each.get("type") in ("function", "namespace")
+        if isinstance(each, Mapping) and each.get("type") in (*_CALLABLE, "namespace")
         for name in names.matching(each)
     ]
     if not allowed and mode == "auto":

@@ -26,6 +26,8 @@ from paged_jax.server.snapshot import CacheRecorder, EngineSnapshot, SnapshotHis
 
 T = TypeVar("T")
 
+# Maximum seconds after a failure of the engine until all clients have received the error.
+_LAST_ERRORS = 5.0
 # Maximum seconds to wait for the last step at shutdown. A step that hangs must not block the exit.
 _LAST_STEP = 10.0
 # At shutdown, seconds between two checks of whether all requests have finished.
@@ -100,10 +102,15 @@ class Service:
     Args:
       engine: the engine, which nothing else may use from now on.
       settings: settings of the server.
+
+    Attributes:
+      on_failure: function that is called in the event loop after the engine has failed and all
+        clients have received the error. Only a new process can serve again.
     """
 
     def __init__(self, engine: Engine, settings: Settings):
         self.settings = settings
+        self.on_failure: Callable[[], None] = lambda: None
         self.limits = settings.limits.for_context(engine.max_model_len)
         # Properties of the engine that never change, so that any thread may read them.
         self.tokenizer: Tokenizer | None = engine.tokenizer
@@ -139,7 +146,9 @@ class Service:
         )
         self.cache_recorder = CacheRecorder()
         self.history = SnapshotHistory(snapshot)
-        self.engine = AsyncEngine(engine, on_step=self._on_step)
+        self.engine = AsyncEngine(
+            engine, on_step=self._on_step, on_failure=self._drain_after_failure
+        )
         # Requests in progress.
         self.created = int(time.time())
         self.is_draining = False
@@ -214,7 +223,7 @@ class Service:
             return "stalled"
         return "full" if self._samples.is_full else None
 
-    # Shutdown. Signal handlers may call `drain` and `stop`.
+    # Shutdown. Signal handlers and other threads may call `drain` and `stop`.
 
     def drain(self, timeout: float, grace: float, then: Callable[[], None]) -> None:
         """Reject new requests from now on, and let the requests in progress finish.
@@ -228,6 +237,10 @@ class Service:
             return
         self.is_draining = True
         asyncio.run_coroutine_threadsafe(self._wait_and_call(timeout, grace, then), self._loop)
+
+    def _drain_after_failure(self) -> None:
+        """Wait until all clients have received the error, and call `on_failure`."""
+        self.drain(_LAST_ERRORS, 0.0, lambda: self.on_failure())
 
     async def _wait_and_call(self, timeout: float, grace: float, then: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()

@@ -26,6 +26,7 @@ WRONG = {
     "block_size": 0,
     "dequantise": "yes",
     "download": 1,
+    "numerics": "precise",
     "int8_activations": 1,
     "num_blocks": 0,
     "memory_fraction": 1.5,
@@ -177,9 +178,7 @@ def test_automatic_kv_dtype_on_cpus_is_bfloat16_if_a_kernel_writes_it_in_place(m
     names = ["bfloat16", "float16", "float32"]
     found = [resolve_kv_dtype("auto", name, "cpu").name for name in names]
     assert found == ["bfloat16", "float32", "float32"]
-    monkeypatch.setattr(
-        "paged_jax.engine.pool_size.sets_rows_in_place", lambda platform, dtype: False
-    )
+    monkeypatch.setattr("paged_jax.kernels.rows.sets_rows_in_place", lambda platform, dtype: False)
     assert resolve_kv_dtype("auto", "bfloat16", "cpu").name == "float32"
     assert resolve_kv_dtype("auto", "bfloat16", "tpu").name == "bfloat16"
 

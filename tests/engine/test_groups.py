@@ -26,6 +26,8 @@ from paged_jax.cache_map import block_text, changes, snapshot
 from paged_jax.engine.beam_search import BeamSearchParams, beam_search
 from paged_jax.kernels import cascade, num_shared_blocks
 from paged_jax.models import batch_places
+from paged_jax.models.config import ModelConfig
+from paged_jax.models.layer_spec import LayerSpec
 from paged_jax.runner import runner
 from paged_jax.runner.sizes import row_bucket
 from paged_jax.server.metrics import Metrics
@@ -43,19 +45,19 @@ SIZES: dict[str, Any] = {
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
-class TwoWindows(LlamaConfig):
-    """Layers with alternating windows of two sizes."""
-
-    @property
-    def sliding_windows(self) -> tuple[int | None, ...]:
-        return tuple((40, WINDOW)[layer % 2] for layer in range(self.num_hidden_layers))
+def with_window(spec: LayerSpec, window: int) -> LayerSpec:
+    first, *others = spec.steps
+    part = dataclasses.replace(first.part, window=window)
+    return LayerSpec((dataclasses.replace(first, part=part), *others))
 
 
-def make_config(kind: str) -> LlamaConfig:
-    fields = {f.name: getattr(CONFIG, f.name) for f in dataclasses.fields(CONFIG)}
+def make_config(kind: str) -> ModelConfig:
+    fields = {f.name: getattr(CONFIG, f.name) for f in dataclasses.fields(CONFIG) if f.init}
     fields |= {"max_position_embeddings": CONTEXT, "eos_token_ids": (), "sliding_window": WINDOW}
     if kind == "two windows":
-        return TwoWindows(**fields | {"num_hidden_layers": 3})
+        config = LlamaConfig(**fields | {"num_hidden_layers": 3})
+        layers = (with_window(config.layers[0], (40, WINDOW)[layer % 2]) for layer in range(3))
+        return config.replace(layers=tuple(layers))
     if kind == "window only":
         return LlamaConfig(**fields | {"model_type": "mistral"})
     # "mixed" has two layers with a window, "other heads" has a single layer with a window.

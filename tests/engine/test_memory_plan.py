@@ -11,10 +11,10 @@ import pytest
 from flax import nnx
 
 from paged_jax.engine.memory_plan import DEVICES, collectives, make_plan, step_bound
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.llama import Llama
-from paged_jax.models.mixer_sizes import Mamba2
+from paged_jax.models.decoder import Decoder
+from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.paged_model import create_cache
+from paged_jax.models.parts.state_space import Mamba2
 from paged_jax.models.tensor_parallel import AXIS, DeviceShard, shard_config
 from tests.support import tensor_parallel
 from tests.support.decode_step import LLAMA_3_8B, LLAMA_3_70B, QWEN_3_1B7
@@ -102,7 +102,9 @@ def traced_sums(config: LlamaConfig, num_devices: int) -> list[int]:
     num_tokens = 5
     shard = DeviceShard(AXIS, config.vocab_size, num_devices)
     own = shard_config("test", config, num_devices)
-    graphdef, weights = nnx.split(nnx.eval_shape(lambda: Llama(own, rngs=nnx.Rngs(0), shard=shard)))
+    graphdef, weights = nnx.split(
+        nnx.eval_shape(lambda: Decoder(own, rngs=nnx.Rngs(0), shard=shard))
+    )
 
     def run(weights: Any, tokens: jax.Array) -> jax.Array:
         return tensor_parallel.logits(nnx.merge(graphdef, weights), tokens)

@@ -23,8 +23,8 @@ from paged_jax.kernels import cpu
 from paged_jax.kernels.cpu import library
 from paged_jax.kernels.cpu.library import LoadedKernel
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, dequantise
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.llama import Llama
+from paged_jax.models.decoder import Decoder
+from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading import orbax
 from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
 from paged_jax.models.loading.parameters import ModelSpec, WeightsError, named_arrays
@@ -89,7 +89,7 @@ def load(name, *, dequantise=False, **options):
     path = path_of(name)
     options = {"dtype": "float32", "dequantise": dequantise, **options}
     with loading(name, dequantise=dequantise):
-        return Llama.from_pretrained(path, **options)
+        return Decoder.from_pretrained(path, **options)
 
 
 def load_engine(name, **options) -> LLM:
@@ -115,7 +115,7 @@ def generate(llm, prompts=PROMPTS):
     return tokens_of(llm.generate(inputs, [GREEDY, PAIR] * len(prompts), use_tqdm=False))
 
 
-def combine(names) -> Llama:
+def combine(names) -> Decoder:
     """Return a model with each kind of matrix of another checkpoint, see `KINDS`."""
     *donors, rest = [load(name) for name in names]
     arrays, formats = named_arrays(rest), rest.formats
@@ -127,7 +127,7 @@ def combine(names) -> Llama:
         arrays |= {key: array for key, array in own if matrix_name(key) == name}
         others[name] = donor.formats[name]
     formats = MatrixFormats(formats.default, tuple(sorted(others.items())))
-    spec = ModelSpec(Llama, rest.config, "float32", scan_layers=True, formats=formats)
+    spec = ModelSpec(Decoder, rest.config, "float32", scan_layers=True, formats=formats)
     shapes = {name: (each.shape, each.dtype) for name, each in spec.parameters().items()}
     assert shapes == {name: (each.shape, each.dtype) for name, each in arrays.items()}
     return spec.build(lambda name, *_: arrays[name])
@@ -179,7 +179,7 @@ def test_engines_have_the_formats_of_all_checkpoints() -> None:
     def formats_of(name):
         path = path_of(name)
         with warnings.catch_warnings(action="ignore"):  # see `load`
-            formats = read_formats(Llama, path, read_config(path), dtype="float32")
+            formats = read_formats(Decoder, path, read_config(path), dtype="float32")
         kinds = (f"layers.{layer}.{kind}" for layer in (0, 1) for kind in KINDS[:4])
         return {formats[each] for each in (*kinds, "embed_tokens", "lm_head")}
 
@@ -236,7 +236,7 @@ _ON_TWO_DEVICES = """
     import sys, warnings
     import numpy as np
     from paged_jax import LLM
-    from paged_jax.models.llama import Llama
+    from paged_jax.models.decoder import Decoder
     from paged_jax.models.loading.parameters import named_arrays
     from paged_jax.runner import runner
     from tests.engine.test_quantised_models import (
@@ -251,7 +251,7 @@ _ON_TWO_DEVICES = """
     MIXTURE = "ct-w8a16-pack", "ct-nvfp4a16", "fp8-block", "ct-fp8-channel", "ct-fp8-channel"
 
     def load(name, **options):
-        return Llama.from_pretrained(path_of(name), dtype="float32", **options)
+        return Decoder.from_pretrained(path_of(name), dtype="float32", **options)
 
     for name in (
         "gguf-q4_0", "gptq-v1-actorder", "ct-w4a16-group-asym", "fp8-block", "ct-nvfp4a16",
@@ -378,13 +378,13 @@ def test_update_params_refuses_another_format() -> None:
 def test_checkpoints_keep_the_formats(tmp_path, name, stacked) -> None:
     model = load(name)
     save_checkpoint(model, tmp_path)
-    loaded = load_checkpoint(Llama, tmp_path, model.config, scan_layers=stacked)
+    loaded = load_checkpoint(Decoder, tmp_path, model.config, scan_layers=stacked)
     assert loaded.formats == model.formats and loaded.scan_layers == stacked
     direct = load(name, scan_layers=stacked)
     arrays = named_arrays(loaded)
     for key, array in named_arrays(direct).items():
         np.testing.assert_array_equal(arrays[key], array, err_msg=key, strict=True)
-    wide = load_checkpoint(Llama, tmp_path, model.config, scan_layers=stacked, dequantise=True)
+    wide = load_checkpoint(Decoder, tmp_path, model.config, scan_layers=stacked, dequantise=True)
     expected = named_arrays(load(name, scan_layers=stacked, dequantise=True))
     for key, array in named_arrays(wide).items():
         np.testing.assert_allclose(array, expected[key], rtol=1e-6, atol=1e-7, err_msg=key)
@@ -398,7 +398,7 @@ def test_checkpoints_in_compact_formats_are_widened_for_other_devices(
     assert model.formats["layers.o_proj"].code == "uint5"
     save_checkpoint(model, tmp_path)
     monkeypatch.setattr(orbax, "can_keep_compact", lambda config, sharding: False)
-    wide = load_checkpoint(Llama, tmp_path, model.config, scan_layers=True)
+    wide = load_checkpoint(Decoder, tmp_path, model.config, scan_layers=True)
     assert not wide.formats.has_compact and wide.formats.differing == ()
     assert wide.formats["layers.o_proj"] == model.formats["layers.o_proj"].widened
     expected, got = named_arrays(model), named_arrays(wide)
@@ -417,10 +417,10 @@ def test_checkpoint_with_damaged_formats_is_refused(tmp_path) -> None:
     for change in ({"default": None}, {"default": {"code": 3, "size": 4}}, {"others": []}):
         path.write_text(json.dumps({**formats, **change}))
         with pytest.raises(WeightsError, match="the checkpoint is damaged"):
-            load_checkpoint(Llama, tmp_path, model.config)
+            load_checkpoint(Decoder, tmp_path, model.config)
     path.write_text("{")
     with pytest.raises(WeightsError, match="the checkpoint is damaged"):
-        load_checkpoint(Llama, tmp_path, model.config)
+        load_checkpoint(Decoder, tmp_path, model.config)
 
 
 @pytest.mark.slow
@@ -434,13 +434,13 @@ def test_models_with_experts_may_be_quantised(code, tmp_path) -> None:
     floats = random_llama(config)
     floats.save_pretrained(tmp_path)
     if code == "int8":
-        model = Llama.from_pretrained(tmp_path, dtype="int8", scan_layers=False)
+        model = Decoder.from_pretrained(tmp_path, dtype="int8", scan_layers=False)
     else:
         formats = MatrixFormats(WeightFormat(code, 16, "float32"))
-        if config.intermediate_size % 32:  # the inputs of down_proj
+        if sizes["intermediate_size"] % 32:  # the inputs of down_proj
             int8 = WeightFormat("int8", 16, "float32")
             formats = MatrixFormats(formats.default, (("layers.experts_down_proj", int8),))
-        model = from_pretrained(Llama, tmp_path, scan_layers=False, formats=formats)
+        model = from_pretrained(Decoder, tmp_path, scan_layers=False, formats=formats)
     given, state = named_arrays(model), nnx.state(floats)
     num_changed = 0
     for path, variable in nnx.to_flat_state(state):
@@ -454,7 +454,7 @@ def test_models_with_experts_may_be_quantised(code, tmp_path) -> None:
     assert num_changed == 2
     nnx.update(floats, state)
     token_ids = np.array([np.arange(3, 15), PROMPTS[2]], np.int32)
-    want, got = (jax.jit(Llama.__call__)(each, token_ids) for each in (floats, model))
+    want, got = (jax.jit(Decoder.__call__)(each, token_ids) for each in (floats, model))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * float(jnp.abs(want).max()))
     # The engine interleaves the rows of each expert.
     llm = LLM(tmp_path, dtype="int8", **SIZES) if code == "int8" else LLM(model, **SIZES)
@@ -482,7 +482,7 @@ def test_scan_over_layers_with_different_formats(tmp_path) -> None:
     formats = MatrixFormats(int8, others)
     assert formats.differing == ("down_proj", "o_proj")
     separate, stacked = (
-        from_pretrained(Llama, tmp_path / "floats", scan_layers=scan, formats=formats)
+        from_pretrained(Decoder, tmp_path / "floats", scan_layers=scan, formats=formats)
         for scan in (False, True)
     )
     arrays, own = named_arrays(separate), named_arrays(stacked)
@@ -490,17 +490,17 @@ def test_scan_over_layers_with_different_formats(tmp_path) -> None:
     for name in own.keys() & arrays.keys():
         np.testing.assert_array_equal(own[name], arrays[name], err_msg=name, strict=True)
     token_ids = np.arange(3, 15, dtype=np.int32)[None]
-    want, got = (jax.jit(Llama.__call__)(each, token_ids) for each in (separate, stacked))
+    want, got = (jax.jit(Decoder.__call__)(each, token_ids) for each in (separate, stacked))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * float(jnp.abs(want).max()))
 
     save_checkpoint(stacked, tmp_path / "saved")
     for scan, expected in (False, arrays), (True, own):
-        loaded = load_checkpoint(Llama, tmp_path / "saved", stacked.config, scan_layers=scan)
+        loaded = load_checkpoint(Decoder, tmp_path / "saved", stacked.config, scan_layers=scan)
         assert loaded.formats == formats
         for name, array in named_arrays(loaded).items():
             np.testing.assert_array_equal(array, expected[name], err_msg=name, strict=True)
     options = {"scan_layers": True, "dequantise": True}
-    wide = named_arrays(load_checkpoint(Llama, tmp_path / "saved", stacked.config, **options))
+    wide = named_arrays(load_checkpoint(Decoder, tmp_path / "saved", stacked.config, **options))
     down = wide["layers.down_proj"]
     for layer, format in enumerate((int8, int4, int8)):
         parts = (own.get(f"layers.{layer}.down_proj{each}") for each in ("", "_scale", "_min"))
@@ -511,7 +511,7 @@ def test_scan_over_layers_with_different_formats(tmp_path) -> None:
     for prompt, [sample] in zip(PROMPTS[2:], tokens[::2], strict=True):
         token_ids = np.zeros((1, 32), np.int32)
         token_ids[0, : len(prompt) + len(sample)] = prompt + sample
-        best = np.argmax(jax.jit(Llama.__call__)(separate, token_ids)[0], axis=-1)
+        best = np.argmax(jax.jit(Decoder.__call__)(separate, token_ids)[0], axis=-1)
         assert best[len(prompt) - 1 :][: len(sample)].tolist() == sample
     llm.update_params(random_llama(floats.config, scale=0.5))
     assert generate(llm, PROMPTS[2:]) != tokens

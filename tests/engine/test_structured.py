@@ -137,7 +137,7 @@ def test_logprobs_ignore_the_grammar(engine) -> None:
     for token_id, row, want in zip(sample.token_ids, sample.logprobs, rows, strict=True):
         # In bfloat16, prompts and decode steps round attention differently.
         assert row[token_id].logprob == pytest.approx(want[token_id].logprob, abs=0.01)
-        assert row[token_id].rank == pytest.approx(want[token_id].rank, rel=0.01, abs=1)
+        assert row[token_id].rank == pytest.approx(want[token_id].rank, rel=0.05, abs=1)
         assert len(row) >= 2
 
 

@@ -17,19 +17,26 @@ from paged_jax import LLM, CompletionOutput, Engine, SamplingParams, StructuredO
 from paged_jax.engine.beam_search import BeamSearchParams
 from paged_jax.engine.drafts import Drafter
 from paged_jax.engine.memory_plan import collectives, make_plan
-from paged_jax.models.family import Multipliers, Router
-from paged_jax.models.layer_groups import LatentSizes, ResidualStreams
-from paged_jax.models.llama import Llama
+from paged_jax.models.decoder import Decoder
+from paged_jax.models.llama_config import Multipliers
 from paged_jax.models.loading.orbax import save_checkpoint
 from paged_jax.models.loading.parameters import named_arrays
-from paged_jax.models.mixer_sizes import GatedDeltaNet, KimiDelta, Mamba2, ShortConvolution
+from paged_jax.models.parts.convolution import ShortConvolution
+from paged_jax.models.parts.delta_net import GatedDeltaNet, KimiDelta
+from paged_jax.models.parts.experts import Router
+from paged_jax.models.parts.latent import LatentAttention, LatentSizes
+from paged_jax.models.parts.state_space import Mamba2
+from paged_jax.models.parts.streams import ResidualStreams
 from paged_jax.models.rope import QueryScale
 from paged_jax.models.tensor_parallel import TensorParallel
 from paged_jax.runner.programs import list_calls
 from paged_jax.runner.weights import ReplicaError
 from tests.engine.test_weight_swap import tensors_of
+from tests.support import references
 from tests.support.compiler import needs_compiler
 from tests.support.covering import all_pairs
+from tests.support.families import CASES
+from tests.support.own_parts import with_new_parts
 from tests.support.random_model import random_llama
 from tests.support.tensor_parallel import (
     CONFIG,
@@ -215,6 +222,34 @@ def test_kinds_of_layers_give_the_tokens_of_one_device(name, monkeypatch) -> Non
     check_division(engine, kind.num_devices)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("granite", marks=pytest.mark.slow), *with_new_parts(CASES, ENGINES)],
+)
+def test_stored_models_give_their_answers_on_two_devices(name, tmp_path) -> None:
+    """Families with a part that no kind of `ENGINES` has, and one without."""
+    reference = references.write_reference(name, tmp_path)
+    engine = Engine(
+        Decoder.from_pretrained(tmp_path, scan_layers=False),
+        block_size=8,
+        num_blocks=72,
+        max_num_seqs=4,
+        max_model_len=references.LENGTH,
+        max_chunk=16,
+        backend="xla",
+        tensor_parallel_size=2,
+    )
+    params = SamplingParams(temperature=0, max_tokens=references.MAX_TOKENS, ignore_eos=True)
+    jobs = [
+        Job(key, {"prompt_token_ids": prompt.tolist()}, params, at=0)
+        for key, prompt in references.PROMPTS.items()
+    ]
+    outputs = play(engine, jobs)
+    answers = {key: list(x.outputs[0].token_ids) for key, x in outputs.items()}
+    assert answers == reference.answers
+    check_division(engine, 2)
+
+
 def check_division(engine: Engine, num_devices: int) -> None:
     """Check that the plan counts the sums over devices, and that each device has its share."""
     executor = engine.core.runner.executor
@@ -227,8 +262,10 @@ def check_division(engine: Engine, num_devices: int) -> None:
     states = engine.cache.states
     for pool in () if states is None else states.pools[0]:
         assert num_devices * part(pool)[0] == pool.shape[2]
-    if engine.config.latent is not None:  # each device has all latent vectors
-        assert engine.cache.v is None and part(engine.cache.k) == (1, engine.block_size, 20)
+    latent = next(filter(None, (spec.find(LatentAttention) for spec in engine.config.layers)), None)
+    if latent is not None:  # each device has all latent vectors
+        assert engine.cache.v is None
+        assert part(engine.cache.k) == (1, engine.block_size, latent.kv.head_dim)
     else:
         for group in engine.cache.groups:
             assert part(group.pools.k)[0] * num_devices == group.pools.k.shape[2]
@@ -256,7 +293,7 @@ def complete(engine: Engine) -> list[CompletionOutput]:
     return [outputs[id].outputs[0] for id in ids]
 
 
-def check_model(engine: Engine, model: Llama) -> None:
+def check_model(engine: Engine, model: Decoder) -> None:
     """Check the engine's weights and its tokens, with their log-probabilities."""
     for ours, theirs in zip(engine.weights, jax.tree.leaves(nnx.state(model)), strict=True):
         np.testing.assert_array_equal(ours, theirs, strict=True)
@@ -474,11 +511,11 @@ SWITCHES = all_pairs({
 TOKENS = np.random.default_rng(2).integers(0, CONFIG.vocab_size, 12, np.int32)
 
 
-def small_model(**changes) -> Llama:
+def small_model(**changes) -> Decoder:
     return random_llama(dataclasses.replace(CONFIG, **changes), scale=0.35)
 
 
-def check_logits(model: Llama, num_devices: int) -> int:
+def check_logits(model: Decoder, num_devices: int) -> int:
     """Check the logits of a divided model, and return its number of all-reduces."""
     found, num_sums = divided_logits(model, num_devices, TOKENS)
     np.testing.assert_allclose(found, LOGITS(model, TOKENS), atol=2e-5)

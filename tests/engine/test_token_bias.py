@@ -115,7 +115,7 @@ def test_rollout_draws_no_suppressed_token(llm) -> None:
     prompts, lengths = np.array([PROMPT] * 4), np.array([5, 3, 4, 5])
     params = SamplingParams(temperature=3.0, max_tokens=N, seed=0)
     drawn = llm.rollout(prompts, lengths, params)
-    rows = zip(drawn.token_ids.tolist(), drawn.num_tokens.tolist(), strict=True)
+    rows = zip(drawn.token_ids.tolist(), drawn.num_drawn.tolist(), strict=True)
     check_allowed([row[:count] for row, count in rows])
     run = jax.jit(rollout, static_argnames=("max_tokens", "token_bias"))
     given = {"max_tokens": N, "temperature": 3.0, "seed": 0, "token_bias": llm.token_bias}

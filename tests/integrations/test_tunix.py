@@ -224,7 +224,7 @@ def test_engine_adapts_to_a_trainer_that_ignores_its_config(kind) -> None:
     actor = new_actor(kind, rope_theta=10_000)  # as they do in Tunix 0.1.7
     with pytest.warns(UserWarning, match=r"uses rope_theta = 1e\+06, but the config has 1000"):
         rollout = PagedRollout(actor, Letters(), mesh(), CONFIG, **ENGINE)
-    assert rollout.llm.config.rope_theta == 1_000_000
+    assert rollout.llm.config.ropes[0].theta == 1_000_000
     assert largest_gap(actor, rollout.generate(PROMPTS, CONFIG)) <= 1e-5
 
 

@@ -118,6 +118,19 @@ def test_paged_attention_of_logits_far_below_zero_matches_float64(name) -> None:
     check(batch, q, QUERY_LENS, backend, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "soft_cap"),
+    [
+        slow_kernels(name, soft_cap, is_slow=name != "cpu" and (name, soft_cap) != ("xla", 1e6))
+        for name, soft_cap in itertools.product(BACKENDS, (1e3, 1e5, 1e6, 1e7))
+    ],
+)
+def test_paged_attention_with_a_large_soft_cap_matches_float64(name, soft_cap) -> None:
+    """Such caps have hardly any effect. tanh must not cancel near 0."""
+    backend = BACKENDS[name]
+    check(standard_batch(backend), standard_queries(), QUERY_LENS, backend, soft_cap=soft_cap)
+
+
 def test_paged_attention_rows_are_independent(backend) -> None:
     """Results are equal bit for bit in another order, with other values in the other rows."""
     batch, q, query_lens = standard_batch(backend), standard_queries(), np.array(QUERY_LENS)

@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from paged_jax.kernels import gpu_device, mosaic_gpu
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.llama import Llama
+from paged_jax.models.decoder import Decoder
+from paged_jax.models.llama_config import LlamaConfig
 from tests.support.compiler import needs_compiler
 from tests.support.covering import all_pairs, take_turns
 from tests.support.decode_step import DecodeStep
@@ -345,7 +345,7 @@ def test_prefill_writes_with_the_requested_backend(backend, is_kernel) -> None:
     step = _small_step()
 
     def prefill(model, cache, token_ids, slots):
-        return Llama.prefill(model, cache, token_ids, slots, slots, backend=backend)
+        return Decoder.prefill(model, cache, token_ids, slots, slots, backend=backend)
 
     model, cache, slots, _ = step.shapes()
     token_ids = jax.ShapeDtypeStruct((*slots.shape, 8), slots.dtype)

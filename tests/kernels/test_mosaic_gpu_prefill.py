@@ -67,7 +67,7 @@ RAGGED: dict[str, dict[str, Any]] = {
     "ragged": {"lengths": [(40, 60), (1, 30), (7, 7), (33, 200)], "G": 4,
                "options": {"k_scale": 0.5, "v_scale": 1.5}},
     "ragged, window": {"lengths": [(5, 170), (50, 50)], "G": 2, "C": 16,
-                       "options": {"sliding_window": 40, "soft_cap": 3.0}},
+                       "options": {"sliding_window": 40, "soft_cap": 1e6}},
     "ragged, int8": {"lengths": [(40, 60), (1, 130), (33, 200)], "G": 4, "D": 128,
                      "pool_dtype": "int8", "options": {"k_scale": 0.03, "v_scale": 0.04}},
     "ragged, fp8": {"lengths": [(1, 170), (50, 50)], "G": 3, "C": 64, "dtype": "float16",

@@ -11,7 +11,7 @@ import pytest
 
 from paged_jax.cache import paged_cache
 from paged_jax.kernels import Pools
-from paged_jax.models.config import LlamaConfig
+from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.sampling.sample import log_sum_exp
 from tests.support.compiler import needs_compiler
 from tests.support.random_model import random_llama

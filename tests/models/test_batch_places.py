@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from paged_jax.models.config import LlamaConfig
+from paged_jax.models.llama_config import LlamaConfig
 from tests.support.covering import all_pairs, once_in_core
 from tests.support.decode_step import DecodeStep, PrefillStep
 

@@ -30,16 +30,20 @@ from paged_jax.engine.drafts import Drafter
 from paged_jax.kernels import dispatch
 from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.triton import linear as triton_kernel
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.layer_groups import CHUNKED, HYBRID, NOTHING, SPARSE
-from paged_jax.models.llama import Llama
+from paged_jax.models.decoder import Decoder
+from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading.huggingface import save_weights
 from paged_jax.models.matrices import look_up_differentiably
+from paged_jax.models.parts.attention import Attention
+from paged_jax.models.parts.experts import Experts
+from paged_jax.models.parts.latent import LatentAttention
+from paged_jax.models.parts.mlp import Dense
 from paged_jax.runner import runner
 from paged_jax.scheduler.request import Sequence
 from tests.engine import test_tensor_parallel as two_devices
 from tests.support import families, family_references, references
 from tests.support.families import CASES, IMAGE_MODELS, VARIANTS
+from tests.support.own_parts import own_parts, with_new_parts
 from tests.support.references import (
     ANSWER_POSITIONS,
     LENGTH,
@@ -88,6 +92,10 @@ MORE_ENGINES = {
     "kimi_linear": ("triton swap scores",),
     "nemotron_h": ("cpu swap", "xla recompute drafts scores", "triton swap"),
 }
+# A family with a part that no other has gets engines by itself.
+for _name in with_new_parts(CASES, CORE_ENGINES):
+    CORE_ENGINES.setdefault(_name, ("cpu swap drafts scores",))
+    MORE_ENGINES.setdefault(_name, ("xla recompute", "triton swap"))
 ENGINES = {
     name: (*CORE_ENGINES.get(name, ()), *MORE_ENGINES.get(name, ()))
     for name in [*CORE_ENGINES, *MORE_ENGINES]
@@ -102,8 +110,8 @@ def case(request, tmp_path_factory) -> tuple[str, Reference, Path]:
 
 
 @pytest.fixture(scope="module")
-def model(case) -> Llama:
-    return Llama.from_pretrained(case[2])
+def model(case) -> Decoder:
+    return Decoder.from_pretrained(case[2])
 
 
 @pytest.fixture(scope="module")
@@ -127,20 +135,20 @@ def products(case) -> Iterator[list[Interpret]]:
 forward = nnx.jit(lambda model, token_ids: model(token_ids))
 
 
-def plain_logits(model: Llama, token_ids: Rows[int]) -> np.ndarray:
+def plain_logits(model: Decoder, token_ids: Rows[int]) -> np.ndarray:
     """Return the logits of at most `LENGTH` tokens, without a cache, ``[T, V]``."""
     padded = np.zeros((1, LENGTH), np.int32)
     padded[0, : len(token_ids)] = token_ids
     return np.asarray(forward(model, jnp.asarray(padded))[0])[: len(token_ids)]
 
 
-def check_forward(model: Llama, reference: Reference) -> None:
+def check_forward(model: Decoder, reference: Reference) -> None:
     assert np.std(reference.logits[:, :-1]) > 0.2  # otherwise any model would match
     logits = digest(plain_logits(model, TOKENS), POSITIONS)
     np.testing.assert_allclose(logits, reference.logits, rtol=0, atol=1e-4)
 
 
-def check_saved(model: Llama, reference: Reference, folder: Path) -> None:
+def check_saved(model: Decoder, reference: Reference, folder: Path) -> None:
     """Check that the saved tensors are those of the file, and that they give the same model."""
     save_weights(model, folder)
     assert LlamaConfig.from_file(folder) == model.config
@@ -153,7 +161,7 @@ def check_saved(model: Llama, reference: Reference, folder: Path) -> None:
     assert names
     if names != set(expected):
         # transformers writes other names than the published files of some families have.
-        same = Llama.from_pretrained(folder, scan_layers=model.scan_layers)
+        same = Decoder.from_pretrained(folder, scan_layers=model.scan_layers)
         jax.tree.map(np.testing.assert_array_equal, nnx.state(same), nnx.state(model))
 
 
@@ -167,7 +175,7 @@ def test_forward_matches_transformers(case, model, tmp_path) -> None:
 def test_forward_of_a_variant_matches_transformers(tmp_path, variant) -> None:
     # Also tests several files, and separate layers.
     reference = references.write_reference(variant, tmp_path / "theirs", num_files=3)
-    model = Llama.from_pretrained(tmp_path / "theirs", scan_layers=False)
+    model = Decoder.from_pretrained(tmp_path / "theirs", scan_layers=False)
     check_forward(model, reference)
     check_saved(model, reference, tmp_path / "ours")
 
@@ -175,7 +183,7 @@ def test_forward_of_a_variant_matches_transformers(tmp_path, variant) -> None:
 @pytest.mark.parametrize("model_type", IMAGE_MODELS)
 def test_from_pretrained_reads_the_text_part_of_a_model_with_images(model_type, tmp_path) -> None:
     reference = references.write_reference(families.with_images(model_type), tmp_path)
-    model = Llama.from_pretrained(tmp_path)
+    model = Decoder.from_pretrained(tmp_path)
     assert model.config.model_type == IMAGE_MODELS[model_type][-1]
     assert model.config.eos_token_ids == (1, 5)
     check_forward(model, reference)
@@ -200,50 +208,57 @@ def test_stored_values_are_those_of_transformers(name) -> None:
 def test_transformers_reads_what_we_save(name, tmp_path) -> None:
     families.transformers()
     reference = references.write_reference(name, tmp_path / "theirs")
-    save_weights(Llama.from_pretrained(tmp_path / "theirs"), tmp_path / "ours")
+    save_weights(Decoder.from_pretrained(tmp_path / "theirs"), tmp_path / "ours")
     theirs = family_references.exact(families.load(tmp_path / "ours"))
     logits = digest(families.logits(theirs, TOKENS[None])[0], POSITIONS)
-    tolerance = family_references.TOLERANCE
+    tolerance = family_references.tolerance(reference.config)
     np.testing.assert_allclose(logits, reference.logits, rtol=0, atol=tolerance)
 
 
-def kinds_of_layers(config: LlamaConfig) -> set[str]:
-    """Return the properties of a model on which kernels, cache groups or states depend."""
+def stored_kinds(name: str) -> set[str]:
+    """Return the properties of a stored model on which kernels, cache groups or states depend."""
+    config = LlamaConfig.from_dict(references.stored(name).config)
     windows = {window is None for window in config.sliding_windows}
-    types = {*config.layer_types, *config.mlp_layer_types}
+    has_chunks = any(config.attention_chunks)
+    parts = [part for layer in dict.fromkeys(config.layers) for part in layer.walk()]
+    attention = [part for part in parts if isinstance(part, Attention)]
+    latent = [part for part in parts if isinstance(part, LatentAttention)]
+    experts = [part for part in parts if isinstance(part, Experts)]
+    dense = [part for part in parts if isinstance(part, Dense)]
+    is_whole = [
+        bool(layer.kv or layer.states) and bool(layer.find(Dense) or layer.experts)
+        for layer in config.layers
+    ]
+    rotated = [part.rope for part in (*attention, *latent)]
     kinds = {
         "a window in all layers": windows == {False},
-        "a window in some layers": len(windows) == 2 and CHUNKED not in types,
-        "attention to chunks": CHUNKED in types,
-        "only attention or only an MLP": NOTHING in types,
-        "attention beside a recurrence": HYBRID in types,
-        type(config.mixer).__name__: config.mixer is not None,
-        "latent attention": config.latent is not None,
-        "soft caps": config.attn_logit_softcapping is not None,
-        "sinks": config.attention_sinks,
-        "other heads in some layers": bool(config.global_head_dim),
-        "keys as values": config.attention_k_eq_v,
-        "shared keys and values": bool(config.num_kv_shared_layers),
-        "several residual streams": config.residual_streams is not None,
-        "embeddings of layers": bool(config.hidden_size_per_layer_input),
-        "experts": bool(config.num_experts),
-        "dense layers beside experts": SPARSE in types,
-        "experts with biases": config.expert_bias,
-        "scaled queries": config.query_scale is not None,
-        "layers without rotation": bool(config.rope_layers) or not config.partial_rotary_factor,
-        "rotation of a part": 0 < config.partial_rotary_factor < 1,
-        "norms over all heads": config.qk_norm and config.qk_norm_scope == "projection",
-        "gates of attention": config.attention_gate,
-        "biases": config.qkv_bias,
-        "biases of MLPs": config.mlp_bias,
+        "a window in some layers": len(windows) == 2 and not has_chunks,
+        "attention to chunks": has_chunks,
+        "only attention or only an MLP": not all(is_whole),
+        "attention beside a recurrence": any(layer.kv and layer.states for layer in config.layers),
+        "latent attention": bool(latent),
+        "soft caps": any(part.soft_cap for part in attention),
+        "sinks": any(part.has_sinks for part in attention),
+        "other heads in some layers": len({part.kv for part in attention}) > 1,
+        "keys as values": any(part.values_are_keys for part in attention),
+        "shared keys and values": any(part.source is not None for part in attention),
+        "several residual streams": config.streams is not None,
+        "embeddings of layers": config.per_layer is not None,
+        "experts": bool(experts),
+        "dense layers beside experts": bool(experts and dense),
+        "experts with biases": any(part.has_bias for part in experts),
+        "scaled queries": any(part.query_scale for part in (*attention, *latent)),
+        "layers without rotation": None in rotated,
+        "rotation of a part": any(rope and rope.rotary_dim < rope.head_dim for rope in rotated),
+        "norms over all heads": any(
+            part.norm is not None and part.norm.scope == "projection" for part in attention
+        ),
+        "gates of attention": any(part.has_gate for part in attention),
+        "biases": any(part.qkv_bias for part in attention),
+        "biases of MLPs": any(part.has_bias for part in dense),
         "tied embeddings": config.tie_word_embeddings,
     }
-    return {kind for kind, is_there in kinds.items() if is_there}
-
-
-def stored_kinds(name: str) -> set[str]:
-    """Return the kinds of layers of a stored model."""
-    return kinds_of_layers(LlamaConfig.from_dict(references.stored(name).config))
+    return own_parts(name) | {kind for kind, is_there in kinds.items() if is_there}
 
 
 def options_of(row: str) -> tuple[str, ...]:
@@ -332,7 +347,7 @@ def test_engine_matches_transformers(case, model, products, monkeypatch, options
     scored = SamplingParams(temperature=0, prompt_logprobs=NUM_TOP, **common)
     params = {"long": scored if "scores" in others else greedy}
     arrivals = {"long": 0, "short": 24, "same beginning": 24}
-    if model.config.mixer is not None:
+    if model.config.state_groups:
         # The second prompt with a beginning leaves a snapshot of the states, which the third finds.
         arrivals["same beginning again"] = 60
     jobs = [
@@ -360,7 +375,7 @@ def test_engine_matches_transformers(case, model, products, monkeypatch, options
     # Experts and residual streams use the backend of the attention.
     if backend == "triton":
         config = model.config
-        assert bool(products) == bool(config.num_experts or config.residual_streams)
+        assert bool(products) == bool(config.num_experts or config.streams)
         assert all(products) or jax.default_backend() == "gpu"
     else:
         assert len(products) == traced_before
@@ -377,7 +392,7 @@ def draft_some(monkeypatch, answers: Mapping[str, list[int]]) -> None:
     monkeypatch.setattr(Drafter, "_draft", draft)
 
 
-def check_output(model: Llama, reference: Reference, output: RequestOutput) -> None:
+def check_output(model: Decoder, reference: Reference, output: RequestOutput) -> None:
     """Check the tokens and log-probabilities of all samples of a request.
 
     The greedy tokens, and log-probabilities at some positions, are compared with transformers, and
@@ -424,7 +439,7 @@ def test_from_pretrained_reads_bfloat16_weights(tmp_path) -> None:
     # Gemma's embedding factor is not exact in bfloat16, and must be rounded like the weights.
     case = families.changed(CASES["gemma2"], hidden_size=72)
     families.reference(case).bfloat16().save_pretrained(tmp_path)
-    model = Llama.from_pretrained(tmp_path)
+    model = Decoder.from_pretrained(tmp_path)
     assert model.config.dtype == "bfloat16"
     rows = model._scale_embeddings(
         look_up_differentiably(model._table("embed_tokens"), jnp.asarray(TOKENS[None]))
@@ -433,7 +448,7 @@ def test_from_pretrained_reads_bfloat16_weights(tmp_path) -> None:
     expected = families.embeddings(theirs, TOKENS[None])
     np.testing.assert_array_equal(rows.astype(jnp.bfloat16).astype(jnp.float32), expected)
 
-    widened = Llama.from_pretrained(tmp_path, dtype="float32")
+    widened = Decoder.from_pretrained(tmp_path, dtype="float32")
     expected = families.logits(families.load(tmp_path, dtype="float32"), TOKENS[None])
     np.testing.assert_allclose(
         forward(widened, jnp.asarray(TOKENS[None])), expected, rtol=0, atol=1e-4

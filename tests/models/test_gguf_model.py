@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from paged_jax.llm import LLM
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.family import UnsupportedConfigError
+from paged_jax.models.config import ModelConfig
+from paged_jax.models.decoder import Decoder
+from paged_jax.models.errors import UnsupportedConfigError
 from paged_jax.models.gguf_config import read_gguf_config
 from paged_jax.models.gguf_file import GgufError, GgufFile
-from paged_jax.models.llama import Llama
+from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading.gguf_tensors import find_gguf_tensors
 from paged_jax.models.loading.parameters import WeightsError
 from paged_jax.models.loading.pretrained import read_config
@@ -106,7 +107,7 @@ CASES = {
 }  # fmt: skip
 
 
-def config_of(changes) -> LlamaConfig:
+def config_of(changes) -> ModelConfig:
     if changes.get("model_type") in ("gemma2", "gemma3_text"):
         changes = {"head_dim": 24, **changes}
     return LlamaConfig.from_dict({**SIZES, "model_type": "llama", "eos_token_id": [], **changes})
@@ -132,14 +133,14 @@ def test_gguf_and_folder_are_the_same_model(tmp_path, case):
     expected = read_config(folder)
     ends = {"bos_token_id": expected.bos_token_id, "eos_token_ids": expected.eos_token_ids}
     assert dataclasses.replace(read_config(path), **ends) == expected
-    whole = Llama.from_pretrained(folder, scan_layers=False)
-    found = Llama.from_pretrained(path, scan_layers=False)
+    whole = Decoder.from_pretrained(folder, scan_layers=False)
+    found = Decoder.from_pretrained(path, scan_layers=False)
     different = [
         str(name)
         for (name, x), (_, y) in zip(
             jax.tree.leaves_with_path(whole), jax.tree.leaves_with_path(found), strict=True
         )
-        if not np.allclose(x, y, rtol=0, atol=3e-7 if whole.config.norm_offset else 0)
+        if not np.allclose(x, y, rtol=0, atol=3e-7 if whole.config.norm.offset else 0)
     ]
     assert different == []
 
@@ -166,8 +167,8 @@ def test_logits_agree_with_llama_cpp(tmp_path, case):
     tensors = tensors_of(model, architecture, tmp_path / "folder")
     metadata["tokenizer.ggml.model"] = "no_vocab"
     path = write(tmp_path / "model.gguf", metadata, tensors)
-    found = Llama.from_pretrained(path, dtype="float32")(TOKENS)[0]
-    peer = llama_cpp.Llama(
+    found = Decoder.from_pretrained(path, dtype="float32")(TOKENS)[0]
+    peer = llama_cpp.Decoder(
         str(path), n_ctx=256, logits_all=True, verbose=False, n_threads=1, type_k=0, type_v=0
     )  # fmt: skip
     peer.eval(TOKENS[0].tolist())
@@ -190,7 +191,7 @@ def test_fixtures_give_the_reference_weights_and_logits(logits, name):
     message = "layers.0.gate_up_proj and others will be float32"
     is_mixed = name == "gguf-mixed"
     with pytest.warns(match=message) if is_mixed else contextlib.nullcontext():
-        model = Llama.from_pretrained(path, dtype="float32")
+        model = Decoder.from_pretrained(path, dtype="float32")
     found = np.asarray(logits(model, reference["input_ids"][None]))[0]
     scale = np.abs(reference["logits"]).max()
     assert np.abs(found - reference["logits"]).max() < 1e-4 * scale
@@ -203,7 +204,7 @@ def test_llama3_factors_divide_the_frequencies(tmp_path):
         "original_max_position_embeddings": 32,
     }  # fmt: skip
     config = config_of({"rope_scaling": scaling})
-    plain = dataclasses.replace(config, rope_scaling=None)
+    plain = config_of({})
     divisors = plain.ropes[0].frequencies() / config.ropes[0].frequencies()
     tensors = tensors_of(random_llama(plain), "llama", tmp_path / "folder")
     tensors["rope_freqs.weight"] = divisors.astype(np.float32)
@@ -268,15 +269,18 @@ def test_read_gguf_config_names_unsupported_entries(tmp_path, changes, message):
     assert "\n" not in str(raised.value)
 
 
-def test_neutral_and_foreign_entries_are_accepted(tmp_path):
+def test_neutral_entries_are_accepted_and_foreign_entries_named(tmp_path):
     entries = {
         "vocab_size": 64, "expert_count": 0, "attention.causal": True, "rope.scaling.type": "none",
         "rope.scaling.factor": 3.0, "attention.head_count_kv": [2, 2], "tensor_data_layout": "x",
     }  # fmt: skip
     config = config_of({})
-    metadata = metadata_of(config, "llama", **entries) | {"qwen2.attention.scale": 0.5}
+    foreign = {"qwen2.attention.scale": 0.5, "mradermacher.quantized_by": "x", "general.url": "x"}
+    metadata = metadata_of(config, "llama", **entries) | foreign
     tensors = {"token_embd.weight": np.zeros((64, 64), np.float32)}
-    found = read_gguf_config(GgufFile.open(write(tmp_path / "m.gguf", metadata, tensors)))
+    file = GgufFile.open(write(tmp_path / "m.gguf", metadata, tensors))
+    with pytest.warns(UserWarning, match=r"known entries, got qwen2.attention.scale\. They are"):
+        found = read_gguf_config(file)
     assert dataclasses.replace(found, tie_word_embeddings=False, bos_token_id=1) == config
 
 
@@ -309,10 +313,10 @@ def test_loading_names_wrong_tensors(tmp_path, name, tensor, message):
     path = write(tmp_path / "m.gguf", metadata_of(model.config, "llama"), tensors)
     if message is None:
         with pytest.warns(match="layers.1.gate_up_proj will be float32, not quantised: only some"):
-            Llama.from_pretrained(path)
+            Decoder.from_pretrained(path)
         return
     with pytest.raises((WeightsError, UnsupportedConfigError), match=message) as raised:
-        Llama.from_pretrained(path)
+        Decoder.from_pretrained(path)
     assert "\n" not in str(raised.value)
 
 
@@ -328,7 +332,7 @@ def test_experts_may_have_a_tensor_each(tmp_path):
             tensors[each.name] = each.data
     metadata = dict(GgufFile.open(path).metadata)
     old = write(tmp_path / "old.gguf", {**metadata}, tensors)
-    new, old = (Llama.from_pretrained(each, scan_layers=False) for each in (path, old))
+    new, old = (Decoder.from_pretrained(each, scan_layers=False) for each in (path, old))
     assert all(map(np.array_equal, jax.tree.leaves(new), jax.tree.leaves(old)))
 
 

@@ -6,8 +6,11 @@ recorded from llama-cpp-python 0.3.36. Where it is installed, they are compared 
 """
 
 import hashlib
+import math
 import random
+import warnings
 
+import gguf
 import numpy as np
 import pytest
 
@@ -210,6 +213,60 @@ def test_special_tokens_and_templates(tmp_path):
     assert read_gguf_tokenizer(GgufFile.open(tmp_path / "m.gguf"))["tool_template"] == "tools"
 
 
+def test_suppressed_tokens_are_never_generated(tmp_path):
+    tokenizer = load(tmp_path, byte_level(suppress_tokens=[7, 3, 10**6]))
+    bias = tokenizer.generation_config.token_bias(tokenizer.eos_token_ids, vocab_size=64)
+    assert dict(zip(bias.ids, bias.values, strict=True)) == {7: -math.inf, 3: -math.inf}
+    for wrong in ([-1], ["a"], 7):
+        with pytest.raises(TokenizerError, match="suppress_tokens must be a list of token ids"):
+            load(tmp_path, byte_level(suppress_tokens=wrong), "wrong")
+
+
+@pytest.mark.parametrize(
+    ("entries", "named"),
+    [
+        ({"tokenizer.ggml.normalizer.lowercase": False, "general.sampling.xtc_threshold": 0.1}, ""),
+        ({"general.sampling.mirostat": 0, "general.sampling.mirostat_tau": 5.0}, ""),
+        ({"general.sampling.penalty_last_n": 64, "general.sampling.penalty_repeat": 1.0}, ""),
+        (
+            {
+                "tokenizer.ggml.normalizer.strip_accents": True,
+                "tokenizer.ggml.unheard_of": 1,
+                "general.sampling.penalty_last_n": 64,
+                "general.sampling.penalty_repeat": 1.1,
+                "general.sampling.sequence": "topk",
+                "general.sampling.mirostat": 2,
+                "general.sampling.mirostat_eta": 0.1,
+            },
+            "general.sampling.mirostat, general.sampling.mirostat_eta, "
+            "general.sampling.penalty_last_n, general.sampling.sequence, "
+            "tokenizer.ggml.normalizer.strip_accents, tokenizer.ggml.unheard_of",
+        ),
+    ],
+)
+def test_entries_without_an_effect_are_named(tmp_path, entries, named):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load(tmp_path, byte_level() | entries)
+    text = f"m.gguf: the metadata must only contain known entries, got {named}. They are ignored"
+    assert [text in str(each.message) for each in caught] == [True] * bool(named)
+
+
+def test_all_entries_of_the_package_gguf_are_known(tmp_path):
+    """A file with all entries of a converter loads, and names those that are not supported."""
+    named = gguf.constants.Keys.Tokenizer.__dict__.values()
+    keys = [key for key in named if isinstance(key, str) and key.startswith("tokenizer.ggml.")]
+    entries = {key: 1 for key in keys if key not in byte_level() and key.endswith("_id")}
+    entries |= {f"tokenizer.ggml.{key}": True for key in ("add_sep_token", "add_space_prefix")}
+    entries |= {"tokenizer.ggml.remove_extra_whitespaces": True}
+    entries |= {"tokenizer.ggml.precompiled_charsmap": [1, 2]}
+    entries |= {"tokenizer.ggml.token_type_count": 2, "tokenizer.ggml.scores": [0.5]}
+    entries |= {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": False}
+    assert {*keys} <= {*byte_level(), *entries}
+    with pytest.warns(UserWarning, match=r"got tokenizer.ggml.add_sep_token\. They"):
+        load(tmp_path, byte_level() | entries)
+
+
 def test_answers_end_at_all_known_end_tokens(tmp_path):
     tokenizer = load(tmp_path, byte_level(eot_token_id=1))
     assert tokenizer.spell(tokenizer.eos_token_ids) == _ENDS[:3]
@@ -329,7 +386,7 @@ def test_random_texts_agree_with_llama_cpp(tmp_path, metadata):
         if name == "no-prefix":
             entries |= {"tokenizer.ggml.add_space_prefix": False}
         ours = load(tmp_path, entries, name or "spm")
-        peer = llama_cpp.Llama(
+        peer = llama_cpp.Decoder(
             str(tmp_path / f"{name or 'spm'}.gguf"), vocab_only=True, verbose=False
         )
         for text in (TEXT, *texts):

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from scipy.special import erf, expit, softmax
 
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.family import Router
-from paged_jax.models.llama import Llama
-from paged_jax.models.rope import QueryScale, RopeScaling, head_order
+from paged_jax.models.decoder import Decoder
+from paged_jax.models.llama_config import LlamaConfig
+from paged_jax.models.parts.attention import Attention
+from paged_jax.models.parts.experts import Router
+from paged_jax.models.rope import QueryScale, Rope, RopeScaling, head_order
 from tests.support.covering import all_pairs, once_in_core
 from tests.support.random_model import random_llama
 
@@ -131,22 +132,22 @@ def test_forward_matches_the_formulas_in_float64(case) -> None:
     np.testing.assert_allclose(logits, expected, rtol=0, atol=5e-5 * np.abs(expected).max())
 
 
-def forward(model: Llama, token_ids: np.ndarray) -> np.ndarray:
+def forward(model: Decoder, token_ids: np.ndarray) -> np.ndarray:
     """Return the logits ``[T, V]``."""
     config = model.config
     table = _get(model, "embed_tokens")
     x = table[token_ids] * config.embedding_multiplier
     for index, layer in enumerate(model.layers):
         normed = _norm(config, x, _get(layer, "input_norm"))
-        own = config.layer_configs[index]
-        out = _attention(config, own, layer, index, normed)
+        out = _attention(config, layer, index, normed)
         scalar = _get(layer, "layer_scalar") if config.layer_scalar else 1
         if config.norm_placement == "parallel":
-            x = scalar * (x + config.residual_multiplier * (out + _mlp(own, layer, normed)))
+            x = scalar * (x + config.residual_multiplier * (out + _mlp(config, layer, normed)))
             continue
         x = x + config.residual_multiplier * _norm(config, out, _get(layer, "attention_out_norm"))
         normed = _norm(config, x, _get(layer, "post_attention_norm"))
-        out = _mlp(own, layer, normed, x) if own.separate_expert_norms else _mlp(own, layer, normed)
+        residual = x if hasattr(layer, "router_norm") else None
+        out = _mlp(config, layer, normed, residual)
         out = config.residual_multiplier * _norm(config, out, _get(layer, "mlp_out_norm"))
         x = scalar * (x + out)
     head = table if config.tie_word_embeddings else _get(model, "lm_head")
@@ -176,21 +177,20 @@ def _capped(x: np.ndarray, cap: float | None) -> np.ndarray:
     return x if cap is None else cap * np.tanh(x / cap)
 
 
-def _attention(
-    config: LlamaConfig, own: LlamaConfig, layer: Any, index: int, x: np.ndarray
-) -> np.ndarray:
+def _attention(config: LlamaConfig, layer: Any, index: int, x: np.ndarray) -> np.ndarray:
+    part = config.layers[index].find(Attention)
     qkv = np.einsum("te,kgde->tkgd", x, _get(layer, "qkv_proj"))
     if config.qkv_bias:
         qkv += _get(layer, "qkv_bias")
-    G = own.num_attention_heads // own.num_key_value_heads
-    q, gate, k, v = qkv[:, :, :G], None, qkv[:, :, -own.num_kv_rows], qkv[:, :, -1]
+    G = part.num_heads // part.num_kv_heads
+    q, gate, k, v = qkv[:, :, :G], None, qkv[:, :, -part.num_kv_rows], qkv[:, :, -1]
     if config.attention_gate:
         q, gate = qkv[:, :, : 2 * G : 2], qkv[:, :, 1 : 2 * G : 2]
     if config.value_norm:
         v = v / np.sqrt(np.square(v).mean(-1, keepdims=True) + config.rms_norm_eps)
     if config.qk_norm:
         q, k = (
-            _norm_heads(own, heads, weight)
+            _norm_heads(config, part.rope, heads, weight)
             for heads, weight in ((q, _get(layer, "q_norm")), (k, _get(layer, "k_norm")))
         )
     window = config.sliding_windows[index]
@@ -216,14 +216,15 @@ def _attention(
     return out + _get(layer, "o_bias") if config.o_bias else out
 
 
-def _norm_heads(config: LlamaConfig, heads: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Normalise queries or keys ``[T, ..., D]`` of a layer with this config."""
+def _norm_heads(
+    config: LlamaConfig, rope: Rope | None, heads: np.ndarray, weight: np.ndarray
+) -> np.ndarray:
+    """Normalise queries or keys ``[T, ..., D]`` of a layer with this rotary embedding."""
     if config.qk_norm_scope == "projection":
         normed = _rms_norm(config, heads.reshape(T, -1), weight.reshape(-1))
         return normed.reshape(heads.shape)
     if config.qk_norm_scope == "head":
         return _rms_norm(config, heads, weight)
-    rope = config.ropes[0]
     order = rope and head_order(rope.head_dim, rope.paired_dim, interleaved=False)
     return _norm(config, heads, weight if order is None else weight[..., order])
 
@@ -260,20 +261,20 @@ def _mlp(
     """Compute the MLP. With `residual`, experts and router normalise it as their own input."""
     act = ACTIVATIONS[config.hidden_act]
     out = np.zeros_like(x)
-    if config.dense_intermediate_size:
+    if hasattr(layer, "gate_up_proj"):
         hidden = np.einsum("te,gfe->tgf", x, _get(layer, "gate_up_proj"))
         if config.mlp_bias:
             hidden += _get(layer, "gate_up_bias")
         out = (act(hidden[:, 0]) * hidden[:, 1]) @ _get(layer, "down_proj").T
         out = out + _get(layer, "down_bias") if config.mlp_bias else out
-    if not config.num_experts:
+    if not hasattr(layer, "router"):
         return out
     inputs = logits_of = x
     if residual is not None:
         out = _norm(config, out, _get(layer, "shared_out_norm"))
         inputs = _norm(config, residual, _get(layer, "expert_input_norm"))
         logits_of = _norm(config, residual, _get(layer, "router_norm")) * x.shape[-1] ** -0.5
-    elif config.dense_intermediate_size and config.shared_expert_gate:
+    elif hasattr(layer, "shared_expert_gate"):
         out = out * expit(x @ _get(layer, "shared_expert_gate").T)
     rows = zip(inputs, logits_of, strict=True)
     routed = np.stack([_experts(config, layer, *pair) for pair in rows])

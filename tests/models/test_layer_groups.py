@@ -13,8 +13,8 @@ from flax import nnx
 from paged_jax import Llama, LlamaConfig, SamplingParams
 from paged_jax.cache import CacheGroup, PagedCache, paged_cache
 from paged_jax.cache.blocks import check_invariants
-from paged_jax.models.layer_groups import LatentSizes
 from paged_jax.models.paged_model import create_cache
+from paged_jax.models.parts.latent import LatentSizes
 from paged_jax.runner.decode_state import DecodeState, assign
 from paged_jax.runner.decoding import decode_steps, verify_steps
 from paged_jax.sampling.state import Assignment

@@ -15,9 +15,9 @@ from paged_jax.engine.footprint import num_parameters, weight_bytes
 from paged_jax.kernels.linear import Weight, linear
 from paged_jax.kernels.weight_formats import WeightFormat
 from paged_jax.kernels.weight_packing import interleave
-from paged_jax.models import matrices
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.llama import Llama
+from paged_jax.models import matrices, matrix_modules
+from paged_jax.models.decoder import Decoder
+from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading import stored_matrices
 from paged_jax.models.loading.huggingface import find_formats, load_weights
 from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
@@ -89,10 +89,10 @@ def test_linear_with_int8_matches_float64(backend, num_rows) -> None:
 def test_load_weights_quantises_to_int8(saved, scan_layers, monkeypatch) -> None:
     floats, folder = saved
     monkeypatch.setattr(stored_matrices, "READ_ELEMENTS", 100)
-    model = load_weights(Llama, folder, floats.config, dtype="int8", scan_layers=scan_layers)
+    model = load_weights(Decoder, folder, floats.config, dtype="int8", scan_layers=scan_layers)
     assert (model.float_dtype, model.weight_dtype) == (jnp.dtype(floats.config.dtype), jnp.int8)
     assert model.config == floats.config
-    wide = load_weights(Llama, folder, floats.config, scan_layers=scan_layers)
+    wide = load_weights(Decoder, folder, floats.config, scan_layers=scan_layers)
     expected = parameters(wide)
     for name, parameter in parameters(model).items():
         if name + SCALE in parameters(model):
@@ -115,7 +115,7 @@ def test_load_weights_quantises_to_each_dtype(saved, dtype) -> None:
     """Each matrix is rounded, the output head to int8, and norms stay floats."""
     floats, folder = saved
     config = floats.config
-    model = load_weights(Llama, folder, config, dtype=dtype)
+    model = load_weights(Decoder, folder, config, dtype=dtype)
     assert str(model.formats) == str(model.matrix_formats) == dtype.removesuffix("-symmetric")
     assert model.float_dtype == jnp.dtype(config.dtype) and model.config == config
     expected, got = parameters(floats), parameters(model)
@@ -136,7 +136,7 @@ def test_load_weights_quantises_to_each_dtype(saved, dtype) -> None:
     num_bytes = sum(x.nbytes for x in parameters(model).values())
     assert weight_bytes(config, config.dtype, formats=model.formats) == num_bytes
     place = {"allow_compact": True, "num_devices": 1}
-    assert find_formats(Llama, folder, config, dtype=dtype, **place) == model.formats
+    assert find_formats(Decoder, folder, config, dtype=dtype, **place) == model.formats
     assert MatrixFormats.of_dtype(dtype, config) == model.formats
 
 
@@ -147,7 +147,7 @@ def test_load_weights_quantises_other_families(tmp_path, model_type) -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     config = LlamaConfig.from_dict({"model_type": model_type, **sizes, **heads})
     random_llama(config).save_pretrained(tmp_path)
-    floats, model = (load_weights(Llama, tmp_path, config, dtype=d) for d in ("float32", "int8"))
+    floats, model = (load_weights(Decoder, tmp_path, config, dtype=d) for d in ("float32", "int8"))
     state = nnx.state(floats)
     for path, variable in nnx.to_flat_state(state):
         name = ".".join(map(str, path))
@@ -158,7 +158,7 @@ def test_load_weights_quantises_other_families(tmp_path, model_type) -> None:
             variable[...] = jnp.asarray(values * scales)
     nnx.update(floats, state)
     token_ids = np.arange(3, 15, dtype=np.int32)[None]
-    forward = jax.jit(Llama.__call__)
+    forward = jax.jit(Decoder.__call__)
     want = forward(floats, token_ids)
     np.testing.assert_allclose(forward(model, token_ids), want, atol=1e-4 * float(want.std()))
 
@@ -172,8 +172,8 @@ def test_load_weights_interleaves_rows(tmp_path, dtype, scan_layers) -> None:
     floats = random_llama(dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=96))
     floats.save_pretrained(tmp_path)
     options = {"dtype": dtype, "scan_layers": scan_layers}
-    in_order = load_weights(Llama, tmp_path, floats.config, **options)
-    model = load_weights(Llama, tmp_path, floats.config, interleave=True, **options)
+    in_order = load_weights(Decoder, tmp_path, floats.config, **options)
+    model = load_weights(Decoder, tmp_path, floats.config, interleave=True, **options)
     assert model.formats.in_order() == in_order.formats != model.formats
     kinds = set()
     for name, expected in parameters(in_order).items():
@@ -189,7 +189,7 @@ def test_load_weights_interleaves_rows(tmp_path, dtype, scan_layers) -> None:
         np.testing.assert_array_equal(parameters(model)[name], expected, err_msg=name, strict=True)
     assert {is_interleaved for _, is_interleaved in kinds} == {False, True}
     token_ids = np.arange(3, 15, dtype=np.int32)[None]
-    want, got = (jax.jit(Llama.__call__)(each, token_ids) for each in (in_order, model))
+    want, got = (jax.jit(Decoder.__call__)(each, token_ids) for each in (in_order, model))
     np.testing.assert_array_equal(got, want)
 
 
@@ -200,18 +200,18 @@ def test_load_checkpoint_reads_and_makes_int8(
 ) -> None:
     floats, folder = saved
     config = floats.config
-    expected = load_weights(Llama, folder, config, dtype="int8", scan_layers=loaded_stacked)
+    expected = load_weights(Decoder, folder, config, dtype="int8", scan_layers=loaded_stacked)
     for saved_as, loaded_as in (("auto", "int8"), ("int8", "auto")):
-        model = load_weights(Llama, folder, config, dtype=saved_as, scan_layers=saved_stacked)
+        model = load_weights(Decoder, folder, config, dtype=saved_as, scan_layers=saved_stacked)
         save_checkpoint(model, tmp_path / saved_as)
         options = {"dtype": loaded_as, "scan_layers": loaded_stacked}
-        loaded = load_checkpoint(Llama, tmp_path / saved_as, config, **options)
+        loaded = load_checkpoint(Decoder, tmp_path / saved_as, config, **options)
         assert loaded.config == config
         assert_same(loaded, expected)
     floats = {"dtype": "float32", "scan_layers": loaded_stacked}
-    kept = load_checkpoint(Llama, tmp_path / "int8", config, **floats)
+    kept = load_checkpoint(Decoder, tmp_path / "int8", config, **floats)
     assert kept.float_dtype == jnp.float32 and kept.weight_dtype == jnp.int8
-    wide = load_checkpoint(Llama, tmp_path / "int8", config, dequantise=True, **floats)
+    wide = load_checkpoint(Decoder, tmp_path / "int8", config, dequantise=True, **floats)
     for name, w in parameters(wide).items():
         if (scales := parameters(kept).get(name + SCALE)) is not None:
             np.testing.assert_array_equal(w, parameters(kept)[name] * scales, err_msg=name)
@@ -219,16 +219,16 @@ def test_load_checkpoint_reads_and_makes_int8(
 
 def test_int8_models_reject_training(saved) -> None:
     _, folder = saved
-    model = Llama.from_pretrained(folder, dtype="int8")
+    model = Decoder.from_pretrained(folder, dtype="int8")
     with pytest.raises(TypeError, match="real- or complex-valued"):
         nnx.grad(lambda model: model(jnp.ones((1, 3), jnp.int32)).sum())(model)
 
 
 def test_int8_model_is_close_to_float_model() -> None:
     """The bundled model on random tokens. Measured: 3.2769 (float32) and 3.2772 (int8) nats."""
-    floats, model = (Llama.from_pretrained(dtype=dtype) for dtype in ("float32", "int8"))
+    floats, model = (Decoder.from_pretrained(dtype=dtype) for dtype in ("float32", "int8"))
     token_ids = np.random.default_rng(0).integers(3, 1536, (4, 48)).astype(np.int32)
-    score = jax.jit(Llama.__call__)
+    score = jax.jit(Decoder.__call__)
     want, got = score(floats, token_ids), score(model, token_ids)
     losses = []
     for logits in (want, got):
@@ -257,8 +257,8 @@ def test_load_weights_places_int8_on_several_devices(tiny_folder) -> None:
         import sys
         import jax, numpy as np
         from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-        from paged_jax.models.config import LlamaConfig
-        from paged_jax.models.llama import Llama
+        from paged_jax.models.llama_config import LlamaConfig
+        from paged_jax.models.decoder import Decoder
         from paged_jax.models.loading.huggingface import find_formats, load_weights
         from paged_jax.models.loading.parameters import named_arrays
 
@@ -271,8 +271,8 @@ def test_load_weights_places_int8_on_several_devices(tiny_folder) -> None:
             return NamedSharding(mesh, P(*[None] * (len(shape) - 1), last))
 
         options = {"dtype": "int8", "scan_layers": False}
-        whole = named_arrays(load_weights(Llama, folder, config, **options))
-        model = load_weights(Llama, folder, config, sharding=place, **options)
+        whole = named_arrays(load_weights(Decoder, folder, config, **options))
+        model = load_weights(Decoder, folder, config, sharding=place, **options)
         for name, parameter in named_arrays(model).items():
             assert parameter.sharding == place(name, parameter.shape), name
             np.testing.assert_array_equal(parameter, whole[name], err_msg=name)
@@ -315,10 +315,10 @@ def test_look_up_on_tpu_gathers_only_many_rows() -> None:
 def test_only_shapes_gives_the_shapes_of_quantised_matrices(format) -> None:
     def make() -> nnx.Module:
         module = nnx.Module()
-        matrices.add_matrix(module, "w", jnp.ones((3, 2, 64), jnp.bfloat16), format)
+        matrix_modules.add_matrix(module, "w", jnp.ones((3, 2, 64), jnp.bfloat16), format)
         return module
 
     expected = jax.tree.map(lambda x: (x.shape, x.dtype), nnx.to_pure_dict(nnx.state(make())))
-    with matrices.only_shapes():
+    with matrix_modules.only_shapes():
         shapes = nnx.to_pure_dict(nnx.state(nnx.eval_shape(make)))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == expected

@@ -10,17 +10,20 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from paged_jax.models import mixers
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.family import Multipliers
+from paged_jax.models.decoder import Decoder
 from paged_jax.models.layer_groups import HYBRID, NOTHING, RECURRENT
-from paged_jax.models.llama import Llama
+from paged_jax.models.llama_config import LlamaConfig, Multipliers
 from paged_jax.models.loading.huggingface import save_weights
 from paged_jax.models.loading.parameters import WeightsError
 from paged_jax.models.loading.tensor_map import standard_name
-from paged_jax.models.matrices import LayerParameters
-from paged_jax.models.mixer_sizes import GatedDeltaNet, KimiDelta, Mamba2, ShortConvolution
 from paged_jax.models.paged_model import create_cache
+from paged_jax.models.parts.attention import Attention
+from paged_jax.models.parts.convolution import ShortConvolution
+from paged_jax.models.parts.delta_net import GatedDeltaNet, KimiDelta
+from paged_jax.models.parts.experts import Experts
+from paged_jax.models.parts.mlp import Dense
+from paged_jax.models.parts.part import LayerCall
+from paged_jax.models.parts.state_space import Mamba2
 
 CONFIG = LlamaConfig(
     vocab_size=40,
@@ -61,7 +64,7 @@ MULTIPLIERS = Multipliers(attention_in=0.7, key=1.4, attention_out=0.6, mlp_gate
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 20), np.int32)
 
 
-def make_model(name: str, dtype=jnp.float32) -> Llama:
+def make_model(name: str, dtype=jnp.float32) -> Decoder:
     config = dataclasses.replace(
         CONFIG, layer_types=(RECURRENT, "full_attention"), mixer=MIXERS[name]
     )
@@ -70,7 +73,7 @@ def make_model(name: str, dtype=jnp.float32) -> Llama:
         config = dataclasses.replace(
             config, layer_types=kinds, multipliers=MULTIPLIERS, o_bias=True
         )
-    model = Llama(config, dtype=dtype, rngs=nnx.Rngs(0))
+    model = Decoder(config, dtype=dtype, rngs=nnx.Rngs(0))
     leaves, treedef = jax.tree.flatten(nnx.state(model))
     keys = jax.random.split(jax.random.key(1), len(leaves))
     noise = [0.2 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)]
@@ -80,7 +83,7 @@ def make_model(name: str, dtype=jnp.float32) -> Llama:
 
 
 @functools.partial(nnx.jit)
-def loss(model: Llama, tokens: jax.Array) -> jax.Array:
+def loss(model: Decoder, tokens: jax.Array) -> jax.Array:
     log_probs = jax.nn.log_softmax(model(tokens)[:, :-1])
     return -jnp.mean(jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1))
 
@@ -111,7 +114,7 @@ def test_gradients_predict_the_change_of_the_loss(name) -> None:
 
 
 @functools.partial(nnx.jit)
-def scored_loss(model: Llama, tokens: jax.Array) -> jax.Array:
+def scored_loss(model: Decoder, tokens: jax.Array) -> jax.Array:
     """Return `loss` of logits that a cache computes in two chunks, of which one is a token."""
     B, T = tokens.shape
     cache = model.create_cache(num_slots=B, max_length=T, block_size=4)
@@ -143,8 +146,9 @@ def test_states_have_the_shapes_and_dtypes_of_the_config(name) -> None:
     assert not no_states and (config.kv_shapes[0] is None) == (name != "hybrid")
     layer = make_model(name).layers[0]
     x = jnp.ones((6, config.hidden_size))
-    weights = LayerParameters(layer, None, 0, None)
-    recurrence = mixers.mix(MIXERS[name], x, weights).recurrence
+    positions = jnp.zeros(6, jnp.int32)
+    call = LayerCall(layer, None, 0, None, lambda heads, carry: (heads, carry), positions, None)
+    recurrence = MIXERS[name].mix(x, call).recurrence
     assert recurrence.arrays == states
     before = recurrence.initial_states(2, jnp.bfloat16)
     out, after = recurrence.run(before, jnp.array([3, 0]))
@@ -163,12 +167,12 @@ def test_decode_step_updates_pools_of_states_in_place() -> None:
     mixer = dataclasses.replace(MIXERS["delta net"], **sizes)
     kinds = (RECURRENT, RECURRENT, "full_attention")
     config = dataclasses.replace(CONFIG, num_hidden_layers=3, layer_types=kinds, mixer=mixer)
-    model = Llama(config, rngs=nnx.Rngs(0))
+    model = Decoder(config, rngs=nnx.Rngs(0))
     cache = create_cache(config, num_slots=4, max_length=64, num_states=128)
     assert cache.states is not None
     held = sum(pool.nbytes for pools in cache.states.pools for pool in pools)
     of_rows = held // (2 * 128) * 4
-    step = jax.jit(Llama.decode, donate_argnames="cache")
+    step = jax.jit(Decoder.decode, donate_argnames="cache")
     lowered = step.lower(model, cache, jnp.zeros(4, jnp.int32), jnp.arange(4))
     memory = lowered.compile().memory_analysis()
     assert memory.alias_size_in_bytes > held
@@ -195,7 +199,7 @@ def test_layers_with_one_part_have_its_norm_only() -> None:
         gated_mlp=False,
         hidden_act="relu2",
     )
-    model = Llama(config, rngs=nnx.Rngs(0))
+    model = Decoder(config, rngs=nnx.Rngs(0))
     names = [set(nnx.to_pure_dict(nnx.state(layer))) for layer in model.layers]
     assert names[1] == {"post_attention_norm", "gate_up_proj", "down_proj"}
     assert model.layers[1].gate_up_proj.shape == (1, 32, 24)
@@ -226,8 +230,8 @@ def test_from_dict_reads_the_pattern_of_old_nemotron_files() -> None:
     config = LlamaConfig.from_dict(
         {"model_type": "nemotron_h", "hybrid_override_pattern": "MEM*-", "head_dim": 8, **_SIZES}
     )
-    assert config.layer_types == (RECURRENT, NOTHING, RECURRENT, "full_attention", NOTHING)
-    assert config.mlp_layer_types == (NOTHING, "sparse", NOTHING, NOTHING, "dense")
+    kinds = [[type(step.part) for step in layer.steps] for layer in config.layers]
+    assert kinds == [[Mamba2], [Experts], [Mamba2], [Attention], [Dense]]
     with pytest.raises(ValueError, match="hybrid_override_pattern must be a string of"):
         LlamaConfig.from_dict(
             {"model_type": "nemotron_h", "hybrid_override_pattern": "MX", **_SIZES}
@@ -238,10 +242,12 @@ def test_from_dict_counts_the_layers_of_kimi_files_from_1() -> None:
     nested = {"full_attn_layers": [4], "kda_layers": [1, 2, 3, 5], "head_dim": 16, "num_heads": 4}
     nested["short_conv_kernel_size"] = 3
     config = LlamaConfig.from_dict(
-        {"model_type": "kimi_linear", "linear_attn_config": nested, **_SIZES}
+        # As in transformers, the object has precedence.
+        {"model_type": "kimi_linear", "linear_attn_config": nested, "linear_head_dim": 8, **_SIZES}
     )
-    assert config.layer_types == (RECURRENT,) * 3 + ("full_attention", RECURRENT)
-    assert config.mixer == KimiDelta(num_heads=4, head_dim=16, conv_width=3)
+    mixers = [layer.find(KimiDelta) for layer in config.layers]
+    assert [layer for layer, mixer in enumerate(mixers) if mixer is None] == [3]
+    assert mixers[0] == KimiDelta(num_heads=4, head_dim=16, conv_width=3)
 
 
 def test_from_dict_reads_the_factors_of_falcon_files() -> None:
@@ -256,42 +262,47 @@ def test_from_dict_reads_the_factors_of_falcon_files() -> None:
         **_SIZES,
     }
     config = LlamaConfig.from_dict(given)
-    assert config.layer_types == (HYBRID,) * 5
-    assert config.multipliers == Multipliers(key=0.4, mlp_gate=0.9, mlp_out=0.3)
-    assert isinstance(config.mixer, Mamba2)
-    assert (config.mixer.head_dim, config.mixer.norm) == (6, "before gate")
+    attention, mlp, mixer = (config.layers[4].get(kind) for kind in (Attention, Dense, Mamba2))
+    assert config.layers == config.layers[:1] * 5
+    assert (attention.in_multiplier, attention.key_multiplier) == (1.0, 0.4)
+    assert (attention.out_multiplier, mlp.gate_multiplier, mlp.out_multiplier) == (1.0, 0.9, 0.3)
+    assert mixer.piece_multipliers == (0.5, 0.25, 0.2, 0.3, 0.4)
+    assert (mixer.head_dim, mixer.norm) == (6, "before gate")
     # Each layer keeps tokens and a state.
     assert [group.layers for group in config.layer_groups] == [tuple(range(5))]
     assert [group.layers for group in config.state_groups] == [tuple(range(5))]
     with pytest.raises(ValueError, match="ssm_multipliers must be a list of 5 numbers"):
         LlamaConfig.from_dict({**given, "ssm_multipliers": [1.0, 2.0]})
-    with pytest.raises(ValueError, match="mlp_multipliers must be a number, or a list"):
+    with pytest.raises(ValueError, match="mlp_multipliers must be a list of 2 numbers"):
         LlamaConfig.from_dict({**given, "mlp_multipliers": [1.0]})
 
 
 def test_from_dict_reads_the_layers_of_olmo_hybrid_files() -> None:
     given = {"model_type": "olmo_hybrid", **_SIZES, "hidden_size": 32, "rope_theta": None}
     config = LlamaConfig.from_dict(given)
-    assert config.layer_types == (RECURRENT,) * 3 + ("full_attention", RECURRENT)
+    mixers = [layer.find(GatedDeltaNet) for layer in config.layers]
+    assert [mixer is None for mixer in mixers] == [layer.kv is not None for layer in config.layers]
+    assert [layer for layer, mixer in enumerate(mixers) if mixer is None] == [3]
     sizes = {"num_key_heads": 2, "num_value_heads": 2, "key_dim": 12, "value_dim": 24}
-    assert config.mixer == GatedDeltaNet(
+    assert mixers[0] == GatedDeltaNet(
         conv_width=4, has_negative_eigenvalues=True, norm_eps=1e-5, **sizes
     )
-    assert config.norm_placements == ("pre",) * 3 + ("post", "pre")
-    assert [layer.norm_placement for layer in config.layer_configs] == [*config.norm_placements]
-    assert config.rope_layers == (False,) * 5
+    steps = [step for layer in config.layers for step in layer.steps]
+    norms = [(step.input_norm is None, step.output_norm is None) for step in steps]
+    assert norms == [(False, True)] * 6 + [(True, False)] * 2 + [(False, True)] * 2
+    assert config.ropes == (None,) * 5
     for rope in ({"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_type": "default"}):
         assert LlamaConfig.from_dict({**given, "rope_parameters": rope}).ropes[3] is not None
     with pytest.raises(ValueError, match="norm_placements must have one value for each of the 5"):
-        dataclasses.replace(config, norm_placements=("pre",))
-    with pytest.raises(ValueError, match="norm_placements must only contain .* got 'before'"):
-        dataclasses.replace(config, norm_placements=("before",) * 5)
+        LlamaConfig(**_SIZES, norm_placements=("pre",))
+    with pytest.raises(ValueError, match="norm_placement must be one of .* got 'before'"):
+        LlamaConfig(**_SIZES, norm_placements=("before",) * 5)
 
 
 def test_load_weights_joins_convolutions_that_were_divided_equally(tmp_path) -> None:
     """transformers divides the convolution of OLMo Hybrid into thirds when it saves a model."""
     given = {"model_type": "olmo_hybrid", **_SIZES, "hidden_size": 32}
-    model = Llama(LlamaConfig.from_dict(given), rngs=nnx.Rngs(0))
+    model = Decoder(LlamaConfig.from_dict(given), rngs=nnx.Rngs(0))
     save_weights(model, tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
@@ -299,11 +310,11 @@ def test_load_weights_joins_convolutions_that_were_divided_equally(tmp_path) -> 
     assert [len(tensors[name]) for name in names] == [24, 24, 48]
     thirds = np.split(np.concatenate([tensors[name] for name in names]), 3)
     save_file(tensors | dict(zip(names, thirds, strict=True)), path)
-    same = Llama.from_pretrained(tmp_path)
+    same = Decoder.from_pretrained(tmp_path)
     np.testing.assert_array_equal(same.layers[0].mixer_conv[...], model.layers[0].mixer_conv[...])
     save_file(tensors | {names[2]: thirds[2]}, path)
     with pytest.raises(WeightsError, match="v_conv1d.weight must have shape"):
-        Llama.from_pretrained(tmp_path)
+        Decoder.from_pretrained(tmp_path)
 
 
 def test_from_dict_reads_the_text_part_of_qwen3_5() -> None:
@@ -321,8 +332,10 @@ def test_from_dict_reads_the_text_part_of_qwen3_5() -> None:
         **_SIZES,
     }
     config = LlamaConfig.from_dict({"model_type": "qwen3_5", "text_config": part})
-    assert config.layer_types[:2] == (RECURRENT, "full_attention")
-    assert (config.rope_theta, config.partial_rotary_factor) == (1e7, 0.25)
+    kinds = [layer.find(GatedDeltaNet) is None for layer in config.layers[:2]]
+    assert kinds == [False, True]
+    rope = config.layers[1].get(Attention).rope
+    assert (rope.theta, rope.rotary_dim, rope.head_dim) == (1e7, 64, 256)
     names = {
         "model.language_model.layers.0.linear_attn.A_log": "model.layers.0.linear_attn.A_log",
         "model.visual.patch_embed.proj.weight": None,
@@ -332,3 +345,56 @@ def test_from_dict_reads_the_text_part_of_qwen3_5() -> None:
     assert {name: standard_name(config, name) for name in names} == names
     with pytest.raises(ValueError, match="attn_output_gate"):
         LlamaConfig.from_dict({**part, "attn_output_gate": False})
+
+
+@pytest.mark.parametrize("kinds", ["r", "f", "rf"])
+@pytest.mark.parametrize(
+    ("model_type", "recurrent", "full"),
+    [
+        ("lfm2", "conv", "full_attention"),
+        ("lfm2_moe", "conv", "full_attention"),
+        ("olmo_hybrid", RECURRENT, "full_attention"),
+        ("qwen3_5_text", RECURRENT, "full_attention"),
+        ("qwen3_5_moe_text", RECURRENT, "full_attention"),
+        ("qwen3_next", RECURRENT, "full_attention"),
+        ("granitemoehybrid", "mamba", "attention"),
+        ("kimi_linear", RECURRENT, "full_attention"),
+        ("nemotron_h", "mamba", "attention"),
+    ],
+)
+def test_to_dict_writes_hybrids_without_attention_or_recurrence(
+    model_type, recurrent, full, kinds
+) -> None:
+    names = [recurrent if kind == "r" else full for kind in (kinds * 4)[:4]]
+    given = {"model_type": model_type, **_SIZES, "num_hidden_layers": 4, "layer_types": names}
+    if model_type == "granitemoehybrid":
+        given["mamba_n_heads"] = 4  # the default has more heads than channels
+    config = LlamaConfig.from_dict(given)
+    assert [bool(layer.states) for layer in config.layers] == [name == recurrent for name in names]
+    assert [layer.kv is not None for layer in config.layers] == [name == full for name in names]
+    assert LlamaConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("model_type", "entries", "message"),
+    [
+        ("lfm2", {"full_attn_idxs": 2}, "full_attn_idxs must be a list of layer indices, got 2"),
+        ("lfm2", {"layer_types": ["conv", "mamba"] * 2}, "layer_types must only contain .*'mamba'"),
+        ("falcon_h1", {"layer_types": ["hybrid", "x"] * 2}, "must only contain 'hybrid', got 'x'"),
+        (
+            "qwen3_next",
+            {"full_attention_interval": 0},
+            "full_attention_interval must be a positive",
+        ),
+        ("nemotron_h", {"layers_block_type": []}, "layers_block_type must name at least one layer"),
+        ("nemotron_h", {"layer_types": ["mlp", "x"]}, "layers_block_type must only contain .*'x'"),
+        ("nemotron_h", {"time_step_limit": [0.0]}, "time_step_limit must be a list of 2 numbers"),
+        ("nemotron_h", {"moe_latent_size": -1}, "moe_latent_size must be a positive integer"),
+        ("kimi_linear", {"num_shared_experts": -1}, "num_shared_experts must be 0 or more, got -1"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope must be true for .*, got false"),
+    ],
+)
+def test_from_dict_names_invalid_entries_of_hybrids(model_type, entries, message) -> None:
+    sizes = {**_SIZES, "num_hidden_layers": 4}
+    with pytest.raises(ValueError, match=message):
+        LlamaConfig.from_dict({"model_type": model_type, **sizes, **entries})

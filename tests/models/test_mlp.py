@@ -16,16 +16,16 @@ from safetensors.numpy import load_file, save_file
 from paged_jax.cache import paged_cache
 from paged_jax.kernels import grouped_linear
 from paged_jax.kernels.linear import Weight
-from paged_jax.models import mlp
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.family import Router
-from paged_jax.models.llama import Llama
-from paged_jax.models.mlp import (
+from paged_jax.models.decoder import Decoder
+from paged_jax.models.llama_config import LlamaConfig
+from paged_jax.models.parts import experts
+from paged_jax.models.parts.activation import clamped_swiglu
+from paged_jax.models.parts.experts import (
     ExpertWeights,
+    Router,
     RouterArrays,
     Routes,
     apply_experts,
-    clamped_swiglu,
     route,
 )
 from tests.support.compiler import needs_compiler
@@ -199,7 +199,7 @@ sorts = pytest.mark.parametrize("most_comparisons", [0, 1 << 20], ids=["sorted",
 
 @sorts
 def test_route_chooses_the_largest_logits_and_breaks_ties(monkeypatch, most_comparisons) -> None:
-    monkeypatch.setattr(mlp, "_MAX_COMPARISONS", most_comparisons)
+    monkeypatch.setattr(experts, "_MAX_COMPARISONS", most_comparisons)
     logits = jnp.array([[0.0, 2.0, 2.0, 1.0], [-jnp.inf, 0.0, -5.0, -jnp.inf], [3.0, 0, 1, 3]])
     routes = route(logits, 2, renormalise=True)
     assert isinstance(routes, Routes)
@@ -215,7 +215,7 @@ def test_route_chooses_the_largest_logits_and_breaks_ties(monkeypatch, most_comp
 @sorts
 def test_route_chooses_by_keys_and_weighs_by_scores(monkeypatch, most_comparisons) -> None:
     """Each row tests one rule. Sigmoids of 0, 2 and -2 are 0.5, 0.88 and 0.12."""
-    monkeypatch.setattr(mlp, "_MAX_COMPARISONS", most_comparisons)
+    monkeypatch.setattr(experts, "_MAX_COMPARISONS", most_comparisons)
     logits = jnp.array([[0.0, 2, -2, 0, 2, 0], [0, 0, 0, 0, 0, 0], [2, 2, 0, 0, 0, -2]])
     bias = jnp.array([0.0, 0, 0.5, 0, -1, 0])
     router = Router("sigmoid", has_correction_bias=True, factor=2.0)
@@ -237,9 +237,9 @@ def test_route_chooses_by_keys_and_weighs_by_scores(monkeypatch, most_comparison
 
 @sorts
 def test_sort_by_expert_is_stable(monkeypatch, most_comparisons) -> None:
-    monkeypatch.setattr(mlp, "_MAX_COMPARISONS", most_comparisons)
+    monkeypatch.setattr(experts, "_MAX_COMPARISONS", most_comparisons)
     chosen = np.random.default_rng(0).integers(0, 5, (13, 3)).astype(np.int32)
-    order, places = mlp.sort_by_expert(jnp.asarray(chosen))
+    order, places = experts.sort_by_expert(jnp.asarray(chosen))
     np.testing.assert_array_equal(order, np.argsort(chosen.ravel(), kind="stable"))
     np.testing.assert_array_equal(np.asarray(order)[places].ravel(), np.arange(chosen.size))
 
@@ -264,7 +264,7 @@ def test_paged_model_with_experts_matches_plain_forward(switches, scan_layers, m
         jax.debug.callback(lambda sizes: rows.append(int(sizes.sum())), group_sizes)
         return grouped_linear(x, w, group_sizes, **options)
 
-    monkeypatch.setattr(mlp, "grouped_linear", counted)
+    monkeypatch.setattr(experts, "grouped_linear", counted)
     config = switched(**switches)
     model = random_llama(config, scan_layers=scan_layers)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 12)).astype(np.int32)
@@ -347,7 +347,7 @@ def test_from_pretrained_reads_fused_and_separate_experts(
     save_file(tensors, tmp_path / "fused" / "model.safetensors")
     (tmp_path / "fused" / "config.json").write_text((tmp_path / "config.json").read_text())
     for folder in (tmp_path, tmp_path / "fused"):
-        loaded = Llama.from_pretrained(folder, scan_layers=False)
+        loaded = Decoder.from_pretrained(folder, scan_layers=False)
         jax.tree.map(np.testing.assert_array_equal, nnx.state(loaded), nnx.state(model))
 
 
@@ -370,6 +370,16 @@ def test_from_pretrained_reads_fused_and_separate_experts(
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
         ("qwen3_moe", {"norm_topk_prob": "yes"}, "norm_topk_prob must be true or false"),
         ("mixtral", {"num_experts_per_tok": 2.5}, "num_experts_per_tok must be an integer"),
+        (
+            "mixtral",
+            {"num_experts_per_tok": 9},
+            f"num_experts_per_tok must be at most num_local_experts, got .* 9 and .* {X}",
+        ),
+        ("qwen2_moe", {"num_experts": 0}, "num_experts must be a positive integer, got 0"),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "mlp_layer_types must contain 'sparse'"),
+        ("glm4_moe", {"mlp_layer_types": ["none", "sparse"]}, "mlp_layer_types .* got 'none'"),
+        ("glm4_moe", {"n_shared_experts": -1}, "n_shared_experts must be 0 or more, got -1"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method must be 'greedy' or"),
     ],
 )
 def test_from_dict_names_unsupported_experts(model_type, changes, message) -> None:
@@ -383,7 +393,7 @@ def test_from_dict_reads_both_names_of_num_experts() -> None:
     assert family_config("mixtral", num_experts=4).num_experts == 4
 
 
-def test_llama_with_experts_may_be_int8() -> None:
+def test_decoder_with_experts_may_be_int8() -> None:
     model = random_llama(CONFIG, dtype="int8")
     assert model.layers[0].experts_down_proj.dtype == jnp.int8
     assert model.layers[0].experts_down_proj_scale.dtype == jnp.float32
@@ -392,10 +402,10 @@ def test_llama_with_experts_may_be_int8() -> None:
 @pytest.mark.parametrize(
     ("switches", "message"),
     [
-        ({"num_experts_per_tok": 7}, "at most num_experts"),
-        ({"moe_intermediate_size": 0}, "moe_intermediate_size must be"),
+        ({"num_experts_per_tok": 7}, "num_chosen must be at most num_experts"),
+        ({"moe_intermediate_size": 0}, "Experts: features must be"),
         ({"num_experts": 0}, "num_experts must be"),
-        ({"swiglu_limit": -1.0}, "swiglu_limit must be positive"),
+        ({"swiglu_limit": -1.0}, "ClampedSwiGLU: limit must be positive"),
         ({"shared_expert_intermediate_size": -1}, "shared_expert_intermediate_size must be"),
     ],
 )
@@ -408,7 +418,7 @@ def test_weights_of_sigmoid_scores_are_divided_by_their_sum_and_epsilon() -> Non
     """Without a correction bias. The formula in float64 has the two largest scores of a token."""
     logits = np.random.default_rng(0).normal(size=(5, 7))
     top = np.sort(1 / (1 + np.exp(-logits)), axis=1)[:, :-3:-1]
-    routes = mlp.route(
+    routes = experts.route(
         jnp.asarray(logits, jnp.float32), 2, Router("sigmoid", epsilon=0.1), renormalise=True
     )
     want = top / (top.sum(axis=1, keepdims=True) + 0.1)

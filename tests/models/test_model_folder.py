@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from paged_jax.models.llama import Llama
+from paged_jax.models.decoder import Decoder
 from paged_jax.models.loading.pretrained import bundled_folder, from_pretrained
 from paged_jax.plan import main as plan
 
@@ -67,28 +67,28 @@ def fill(folder, files):
 def test_from_pretrained_describes_folders_without_a_model(tmp_path, files, message, has_config):
     fill(tmp_path, files | ({"config.json": _CONFIG} if has_config else {}))
     with pytest.raises((FileNotFoundError, ValueError), match=message) as raised:
-        from_pretrained(Llama, tmp_path)
+        from_pretrained(Decoder, tmp_path)
     assert "\n" not in str(raised.value)
 
 
 def test_from_pretrained_describes_files(tmp_path):
     fill(tmp_path, {"model.onnx": "", "model.safetensors": ""})
     with pytest.raises(OSError, match="model.onnx is a model in ONNX format"):
-        from_pretrained(Llama, tmp_path / "model.onnx")
+        from_pretrained(Decoder, tmp_path / "model.onnx")
     with pytest.raises(OSError, match="Give the folder that contains it"):
-        from_pretrained(Llama, tmp_path / "model.safetensors")
+        from_pretrained(Decoder, tmp_path / "model.safetensors")
     fill(tmp_path, {"sha256-1": "GGUF"})
     with pytest.raises(OSError, match="is in GGUF format. Give the file a name that ends with"):
-        from_pretrained(Llama, tmp_path / "sha256-1")
+        from_pretrained(Decoder, tmp_path / "sha256-1")
 
 
 def test_from_pretrained_reads_a_folder_that_is_named_like_a_file(tmp_path):
     folder = tmp_path / "model.gguf"
     shutil.copytree(bundled_folder(), folder)
-    assert from_pretrained(Llama, folder).config.num_hidden_layers == 5
+    assert from_pretrained(Decoder, folder).config.num_hidden_layers == 5
     (folder / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match="config.json: no such file"):
-        from_pretrained(Llama, folder)
+        from_pretrained(Decoder, folder)
 
 
 def test_plan_describes_wrong_paths(tmp_path, capsys):
@@ -104,7 +104,7 @@ def test_from_pretrained_names_a_broken_link(tmp_path):
     shutil.copy(bundled_folder() / "config.json", tmp_path)
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "blobs" / "1")
     with pytest.raises(ValueError, match="model.safetensors is a link to a file that is missing"):
-        from_pretrained(Llama, tmp_path)
+        from_pretrained(Decoder, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_from_pretrained_names_a_broken_link(tmp_path):
 def test_from_pretrained_describes_files_that_are_no_safetensors(tmp_path, content, message):
     fill(tmp_path, {"config.json": _CONFIG, "model.safetensors": content})
     with pytest.raises(ValueError, match=message) as raised:
-        from_pretrained(Llama, tmp_path)
+        from_pretrained(Decoder, tmp_path)
     assert "\n" not in str(raised.value)
 
 
@@ -126,4 +126,4 @@ def test_from_pretrained_warns_of_an_adapter_beside_a_model(tmp_path):
     shutil.copytree(bundled_folder(), folder)
     fill(folder, {"adapter_config.json": _ADAPTER, "adapter_model.safetensors": ""})
     with pytest.warns(UserWarning, match="adapter_model.safetensors is an adapter, which is not"):
-        from_pretrained(Llama, folder)
+        from_pretrained(Decoder, folder)

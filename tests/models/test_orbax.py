@@ -1,6 +1,5 @@
-"""Orbax checkpoints of a Llama."""
+"""Orbax checkpoints of a decoder."""
 
-import dataclasses
 import json
 
 import jax
@@ -10,8 +9,8 @@ import pytest
 from flax import nnx
 
 from paged_jax.kernels.linear import reads_stacked_weights
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.llama import Llama
+from paged_jax.models.decoder import Decoder
+from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
 from paged_jax.models.loading.parameters import WeightsError, named_arrays
 from tests.support import DATA
@@ -27,12 +26,12 @@ _CONFIG = LlamaConfig(
 )
 
 
-def load(path, **options) -> Llama:
-    return load_checkpoint(Llama, path, LlamaConfig.from_file(path), **options)
+def load(path, **options) -> Decoder:
+    return load_checkpoint(Decoder, path, LlamaConfig.from_file(path), **options)
 
 
 def _model(**options):
-    return Llama(_CONFIG, rngs=nnx.Rngs(0), **options)
+    return Decoder(_CONFIG, rngs=nnx.Rngs(0), **options)
 
 
 def _unstacked_parameters(model):
@@ -70,7 +69,7 @@ def test_load_checkpoint_restores_either_layout(tmp_path, saved_stacked, loaded_
     save_checkpoint(model, tmp_path / "new" / "checkpoint")
     loaded = load(tmp_path / "new" / "checkpoint", scan_layers=loaded_stacked)
     assert loaded.scan_layers == loaded_stacked
-    assert loaded.config == _CONFIG
+    assert loaded.config == _CONFIG.replace()
     _assert_same(loaded, model)
 
 
@@ -78,7 +77,7 @@ def test_load_checkpoint_keeps_the_dtype_or_converts(tmp_path):
     model = _model(dtype=jnp.bfloat16)
     save_checkpoint(model, tmp_path)
     same = load(tmp_path)
-    assert same.config == dataclasses.replace(_CONFIG, dtype="bfloat16")
+    assert same.config == _CONFIG.replace(dtype="bfloat16")
     _assert_same(same, model)
     wider = load(tmp_path, dtype="float32")
     assert wider.config.dtype == "float32"
@@ -146,7 +145,7 @@ def test_load_checkpoint_rejects_a_damaged_checkpoint(tmp_path):
 
 def test_from_pretrained_recognises_a_checkpoint(tmp_path):
     save_checkpoint(_model(), tmp_path)
-    model = Llama.from_pretrained(tmp_path)
+    model = Decoder.from_pretrained(tmp_path)
     assert model.scan_layers == (jax.default_backend() == "tpu" or reads_stacked_weights("cpu"))
     _assert_same(model, _model())
 
@@ -194,7 +193,7 @@ def test_load_checkpoint_restores_onto_other_devices(tmp_path):
 def test_scales_of_two_levels_need_not_be_divisible_by_devices(tmp_path) -> None:
     """12 and 20 columns of scales are read by 8 devices, and become 8 and 16 float scales."""
     path = DATA / "quantised" / "gguf-k-quants" / "model.gguf"
-    save_checkpoint(Llama.from_pretrained(path, dtype="float32"), tmp_path)
+    save_checkpoint(Decoder.from_pretrained(path, dtype="float32"), tmp_path)
     program = """
         import sys
         import jax, numpy as np

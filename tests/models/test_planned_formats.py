@@ -11,7 +11,7 @@ from flax import nnx
 from paged_jax.engine.footprint import weight_bytes
 from paged_jax.engine.memory_plan import make_plan
 from paged_jax.kernels.weight_formats import dequantise
-from paged_jax.models.llama import Llama
+from paged_jax.models.decoder import Decoder
 from paged_jax.models.loading.huggingface import load_weights
 from paged_jax.models.loading.pretrained import read_config, read_formats
 from paged_jax.models.matrices import get_matrix
@@ -51,8 +51,8 @@ def test_plans_have_the_bytes_of_loaded_weights(name) -> None:
     (path,) = (DATA / "quantised").glob(name)
     config = read_config(path)
     for options in ({}, {"dtype": "int4"}, {"dequantise": True}):
-        formats = read_formats(Llama, path, config, **options)
-        model = Llama.from_pretrained(path, **options)
+        formats = read_formats(Decoder, path, config, **options)
+        model = Decoder.from_pretrained(path, **options)
         num_bytes = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
         assert formats == model.formats
         assert weight_bytes(config, config.dtype, formats=formats) == num_bytes
@@ -69,15 +69,15 @@ def test_only_a_single_cpu_keeps_compact_formats(name, code, scale_dtypes) -> No
     """Elsewhere, values of 5 bits become int8, and scales float32. Elements stay the same."""
     path = DATA / "quantised" / name / "model.gguf"
     config, options = read_config(path), {"dtype": "float32"}
-    formats = read_formats(Llama, path, config, platform="cpu", **options)
+    formats = read_formats(Decoder, path, config, platform="cpu", **options)
     for other in ({"platform": "gpu"}, {"platform": "cpu", "num_devices": 2}):
-        wide = read_formats(Llama, path, config, **options, **other)
+        wide = read_formats(Decoder, path, config, **options, **other)
         kinds = [[each[f"layers.{kind}"] for each in (formats, wide)] for kind in KINDS]
         assert [x.code for x in kinds[0]] == [code, "int8"]
         assert [x.code for x in kinds[1]] == ["uint5", "int8"]
         assert [x.scale_dtype for x in kinds[1]] == scale_dtypes
     models = [
-        load_weights(Llama, path, config, formats=each, **options) for each in (formats, wide)
+        load_weights(Decoder, path, config, formats=each, **options) for each in (formats, wide)
     ]
     for layers in zip(*(model.layers for model in models), strict=True):
         for kind in KINDS:
@@ -94,8 +94,8 @@ def test_plans_of_a_config_have_the_formats_of_the_weights(name, tmp_path) -> No
     path = DATA / "quantised" / name
     for file in path.glob("*.json"):
         shutil.copy(file, tmp_path)
-    expected = read_formats(Llama, path, read_config(path))
-    formats = read_formats(Llama, tmp_path, read_config(tmp_path))
+    expected = read_formats(Decoder, path, read_config(path))
+    formats = read_formats(Decoder, tmp_path, read_config(tmp_path))
     if name in INEXACT:
         assert [*map(str, (formats, formats.default.group_size))] == [
             *map(str, (expected, expected.default.group_size))
@@ -107,13 +107,13 @@ def test_plans_of_a_config_have_the_formats_of_the_weights(name, tmp_path) -> No
 def test_plan_of_gpt_oss_counts_packed_experts(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GPT_OSS))
     config = read_config(tmp_path)
-    formats = read_formats(Llama, tmp_path, config)
+    formats = read_formats(Decoder, tmp_path, config)
     assert str(formats) == "mxfp4" and not formats["layers.qkv_proj"].is_quantised
     plan = make_plan(config, 80 << 30, "gpu", formats)
     assert 13.0 < plan.footprint.weights / 2**30 < 13.6
     halves = [make_plan(config, 80 << 30, "gpu", formats, tensor_parallel_size=n) for n in (1, 2)]
     assert halves[1].footprint.weights < 0.52 * halves[0].footprint.weights
     floats = make_plan(
-        config, 80 << 30, "gpu", read_formats(Llama, tmp_path, config, dequantise=True)
+        config, 80 << 30, "gpu", read_formats(Decoder, tmp_path, config, dequantise=True)
     )
     assert floats.footprint.weights > 38 * 2**30

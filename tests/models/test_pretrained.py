@@ -14,9 +14,9 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from paged_jax import monitoring
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.family import UnsupportedConfigError
-from paged_jax.models.llama import Llama
+from paged_jax.models.decoder import Decoder
+from paged_jax.models.errors import UnsupportedConfigError
+from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading.orbax import save_checkpoint
 from paged_jax.models.loading.parameters import WeightsError
 from paged_jax.models.loading.pretrained import from_pretrained, read_config
@@ -80,7 +80,7 @@ def check_logits(folder):
     """Check that transformers and Llama compute the same logits for a folder."""
     expected = families.logits(families.load(folder), TOKENS)
     assert np.std(expected) > 0.1
-    logits = nnx.jit(lambda model, tokens: model(tokens))(Llama.from_pretrained(folder), TOKENS)
+    logits = nnx.jit(lambda model, tokens: model(tokens))(Decoder.from_pretrained(folder), TOKENS)
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
 
 
@@ -133,7 +133,7 @@ def test_read_config_takes_a_missing_dtype_from_the_weights(tmp_path, dtype, key
     model.save_pretrained(tmp_path)
     edit_config(tmp_path, "dtype", "torch_dtype", **keys)
     assert read_config(tmp_path).dtype == dtype
-    assert Llama.from_pretrained(tmp_path).float_dtype == dtype
+    assert Decoder.from_pretrained(tmp_path).float_dtype == dtype
 
 
 def test_read_config_prefers_the_dtype_of_the_config(tmp_path):
@@ -182,13 +182,32 @@ def test_read_config_checks_the_number_of_layers_first(folder):
     for number in (4, 10**9):
         edit_config(folder, num_hidden_layers=number)
         start = time.process_time()
-        for load in (read_config, lambda path: from_pretrained(Llama, path)):
+        for load in (read_config, lambda path: from_pretrained(Decoder, path)):
             with pytest.raises(WeightsError, match="num_hidden_layers must be at most 3"):
                 load(folder)
         assert time.process_time() - start < 5
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="num_hidden_layers must be at most 10000"):
         read_config(folder)
+
+
+def test_names_that_do_not_fit_are_shown(folder):
+    edit_tensors(
+        folder, lambda tensors: {x.replace("layers.", "h."): y for x, y in tensors.items()}
+    )
+    expected = r"names such as model\.layers\.0\..* got model.embed_tokens.weight, model\.h\.0\."
+    with pytest.raises(WeightsError, match=expected) as raised:
+        from_pretrained(Decoder, folder)
+    assert "at most 0" not in str(raised.value)
+
+
+def test_scales_of_a_kv_cache_are_ignored_without_a_quantisation(folder):
+    want = from_pretrained(Decoder, folder)
+    scales = {f"model.layers.0.self_attn.{name}_scale": np.float32([0.5]) for name in ("k", "v")}
+    edit_tensors(folder, lambda tensors: tensors | scales)
+    with pytest.warns(UserWarning, match="scales for a quantised KV cache, such as .*_scale, are"):
+        got = from_pretrained(Decoder, folder)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(got), nnx.state(want))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +231,7 @@ def test_from_pretrained_rejects_huge_sizes_early(tmp_path, key):
     edit_config(tmp_path, **{key: 10**9})
     start = time.process_time()
     with pytest.raises(ValueError, match=r"must|missing") as raised:
-        from_pretrained(Llama, tmp_path)
+        from_pretrained(Decoder, tmp_path)
     assert "\n" not in str(raised.value)
     assert time.process_time() - start < 5
 
@@ -243,7 +262,7 @@ def test_from_pretrained_rejects_huge_sizes_early(tmp_path, key):
 def test_from_pretrained_explains_names_of_wrapped_models(folder, rename, message):
     edit_tensors(folder, lambda tensors: {rename.format(x): y for x, y in tensors.items()})
     with pytest.raises(WeightsError, match=message) as raised:
-        from_pretrained(Llama, folder)
+        from_pretrained(Decoder, folder)
     assert "\n" not in str(raised.value)
 
 
@@ -283,7 +302,7 @@ def _save_as(kind, path):
     if kind == "quantised":
         config = dataclasses.replace(_CONFIG, hidden_size=64, intermediate_size=64, head_dim=16)
         random_llama(config).save_pretrained(path / "floats")
-        Llama.from_pretrained(path / "floats", dtype="int8").save_pretrained(path)
+        Decoder.from_pretrained(path / "floats", dtype="int8").save_pretrained(path)
         tensors = load_file(path / "model.safetensors").items()
         return path, sum(x.nbytes for name, x in tensors if not name.endswith("_shape"))
     model.save_pretrained(path)
@@ -295,7 +314,7 @@ def _save_as(kind, path):
 def test_progress_bar_counts_the_bytes_of_all_weights(tmp_path, monkeypatch, kind, scan_layers):
     path, num_bytes = _save_as(kind, tmp_path)
     numbers, stream = _watch(monkeypatch)
-    Llama.from_pretrained(path, scan_layers=scan_layers, show_progress=True)
+    Decoder.from_pretrained(path, scan_layers=scan_layers, show_progress=True)
     assert len(numbers) > 5 and sum(numbers) == num_bytes
     assert "loading weights:" in stream.getvalue()
 
@@ -304,8 +323,8 @@ def test_progress_bar_is_shown_only_if_loading_is_slow_or_it_is_requested(folder
     numbers, stream = _watch(monkeypatch)
     stream.isatty = lambda: True
     for show_progress in (None, False):
-        Llama.from_pretrained(folder, show_progress=show_progress)
+        Decoder.from_pretrained(folder, show_progress=show_progress)
         assert numbers != [] and stream.getvalue() == ""
     monkeypatch.setattr(monitoring, "_LOADING_DELAY", 0.0)
-    Llama.from_pretrained(folder)
+    Decoder.from_pretrained(folder)
     assert "loading weights:" in stream.getvalue()

@@ -1,10 +1,12 @@
 """Quantisation configs: published variants, and entries that must be rejected by name."""
 
 import json
+import re
+import time
 
 import pytest
 
-from paged_jax.models.family import UnsupportedConfigError
+from paged_jax.models.errors import UnsupportedConfigError
 from paged_jax.models.quantisation import Scheme, find_quantisation, read_quantisation
 
 PROJECTION = "model.layers.3.mlp.down_proj"
@@ -292,9 +294,41 @@ def test_read_quantisation_reads_files_of_older_tools(tmp_path, file, content, r
         read_quantisation(tmp_path)
 
 
-def test_schemes_of_a_kv_cache_are_reported() -> None:
+def test_schemes_of_a_kv_cache_are_accepted() -> None:
     scheme = {"num_bits": 8, "type": "float", "dynamic": False}
-    assert find({**compressed(), "kv_cache_scheme": scheme}).has_kv_scales
-    assert find({**PUBLISHED["ModelOpt FP8"][0], "kv_cache_quant_algo": "FP8"}).has_kv_scales
-    assert find({**FP8, "kv_cache_scheme": scheme}).has_kv_scales
-    assert not find(compressed()).has_kv_scales
+    assert find({**compressed(), "kv_cache_scheme": scheme}) == find(compressed())
+    modelopt = PUBLISHED["ModelOpt FP8"][0]
+    assert find({**modelopt, "kv_cache_quant_algo": "FP8"}) == find(modelopt)
+    assert find({**FP8, "kv_cache_scheme": scheme}) == find(FP8)
+
+
+# For each method, a config with names of modules that stay unquantised, and the regular expression
+# by which its tool compares such a name.
+_EXCLUDING = {
+    "compressed": (lambda names: {**compressed(), "ignore": names}, "{}$"),
+    "fp8": (
+        lambda names: {**FP8, "modules_to_not_convert": names},
+        r"(?:.*\.)?(?:{})(?:\.|$)",
+    ),
+}
+
+
+@pytest.mark.parametrize("method", _EXCLUDING)
+def test_many_excluded_modules_are_found_fast(method) -> None:
+    """The results are those of one regular expression for each name, without their cost."""
+    excluding, expression = _EXCLUDING[method]
+    names = [f"model.layers.{n}.mlp.{kind}" for n in range(250) for kind in ("gate", "shared_gate")]
+    quantisation = find(excluding([*names, r"re:.*\.visual\."]))
+    modules = [f"model.layers.{n}.mlp.experts.{e}.up_proj" for n in range(2) for e in range(5000)]
+    start = time.process_time()
+    assert {quantisation.ignoring(module) for module in modules} == {None}
+    assert {quantisation.scheme_of(module) is None for module in modules} == {False}
+    assert time.process_time() - start < 1, "10,000 modules times 500 names"
+    regexes = {name: re.compile(expression.format(re.escape(name))) for name in names}
+    for module in (
+        "model.layers.7.mlp.gate", "model.layers.7.mlp.gate.bias", "model.layers.77.mlp.gates",
+        "inner.model.layers.7.mlp.shared_gate", "xmodel.layers.7.mlp.gate", "layers.7.mlp.gate",
+    ):  # fmt: skip
+        expected = [name for name, regex in regexes.items() if regex.match(module)]
+        assert quantisation.ignoring(module) == next(iter(expected), None), module
+    assert quantisation.ignoring("model.visual.blocks.0") == r"re:.*\.visual\."

@@ -9,10 +9,11 @@ import pytest
 from flax import nnx
 
 from paged_jax.kernels.norm_rope import rotate
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.llama import Llama
+from paged_jax.models.decoder import Decoder
+from paged_jax.models.families.rope_entries import read_scaling
+from paged_jax.models.llama_config import LlamaConfig
+from paged_jax.models.parts.attention import Attention
 from paged_jax.models.rope import QueryScale, Rope, RopeScaling, head_order, rotations
-from paged_jax.models.rope_json import read_scaling
 
 _SIZES = {
     "vocab_size": 32,
@@ -205,7 +206,7 @@ def test_longrope_factors_depend_on_the_maximum_length():
     config = LlamaConfig.from_dict(
         {"model_type": "llama", **_SIZES, "max_position_embeddings": 128, "rope_scaling": _LONGROPE}
     )
-    assert config.rope_scaling.attention_factor == pytest.approx(np.sqrt(1.4))  # log 4 / log 32
+    assert config.ropes[0].scaling.attention_factor == pytest.approx(np.sqrt(1.4))  # log 4 / log 32
     plain = 10000.0 ** -(np.arange(8) / 8)
     for length, factors in ((128, "long_factor"), (33, "long_factor"), (32, "short_factor")):
         (rope,) = set(dataclasses.replace(config, max_position_embeddings=length).ropes)
@@ -358,7 +359,7 @@ def test_ropes_differ_between_layers():
 
 
 def test_forward_computes_equal_angles_once():
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Llama(_MIXED, rngs=nnx.Rngs(0))))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(_MIXED, rngs=nnx.Rngs(0))))
 
     def forward(state, token_ids):
         return nnx.merge(graphdef, state)(token_ids)
@@ -400,7 +401,8 @@ def test_query_scale_is_the_factor_of_ministral_3():
         "mscale_all_dim": 1.0,
     }  # fmt: skip
     sizes = SIZES | {"max_position_embeddings": 262144, "rope_parameters": rope}
-    scale = LlamaConfig.from_dict({"model_type": "ministral3", **sizes}).query_scale
+    config = LlamaConfig.from_dict({"model_type": "ministral3", **sizes})
+    scale = config.layers[0].get(Attention).query_scale
     assert scale is not None and not scale.only_without_rope
     edges = np.arange(1, 17) * 16384
     positions = np.concatenate([[0, 1], edges - 1, edges])
@@ -411,8 +413,9 @@ def test_query_scale_is_the_factor_of_ministral_3():
 
 def test_query_scale_of_llama_4_counts_positions_from_one():
     """Llama4TextAttention of transformers, in float64."""
-    config = SIZES | {"model_type": "llama4_text", "floor_scale": 64, "attn_scale": 0.2}
-    scale = LlamaConfig.from_dict({**config, "attn_temperature_tuning": True}).query_scale
+    given = SIZES | {"model_type": "llama4_text", "floor_scale": 64, "attn_scale": 0.2}
+    given |= {"attn_temperature_tuning": True, "no_rope_layer_interval": 1}
+    scale = LlamaConfig.from_dict(given).layers[0].get(Attention).query_scale
     assert scale is not None and scale.only_without_rope
     positions = np.array([0, 62, 63, 64, 126, 127, 10**6])
     want = np.log1p(np.floor((positions + 1.0) / 64)) * 0.2 + 1
@@ -422,3 +425,16 @@ def test_query_scale_of_llama_4_counts_positions_from_one():
     np.testing.assert_array_equal(scale.factors(jnp.array([-1, -999])), 1)
     with pytest.raises(ValueError, match="query_scale must have a positive beta"):
         QueryScale(beta=0.0, length=4)
+
+
+def test_only_longrope_depends_on_the_maximum_length():
+    """Weights of a model with another maximum length replace those of an engine."""
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=16, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    longer = dataclasses.replace(config, max_position_embeddings=4096)
+    assert longer.layers == config.layers
+    scaling = RopeScaling("longrope", 2.0, short_factor=(1.0,) * 4, long_factor=(2.0,) * 4)
+    short, long = (dataclasses.replace(each, rope_scaling=scaling) for each in (config, longer))
+    assert short.layers != long.layers

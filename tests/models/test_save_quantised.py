@@ -11,8 +11,8 @@ from safetensors import safe_open
 
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, dequantise
 from paged_jax.kernels.weight_packing import pack
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.llama import Llama
+from paged_jax.models.decoder import Decoder
+from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading.huggingface import load_weights
 from paged_jax.models.loading.parameters import named_arrays
 from paged_jax.models.loading.save_quantised import SaveError, quantised_module
@@ -37,7 +37,7 @@ REFUSED = {
 }
 
 
-def assert_same(first: Llama, second: Llama) -> None:
+def assert_same(first: Decoder, second: Decoder) -> None:
     assert first.formats == second.formats and first.config == second.config
     expected, got = named_arrays(first), named_arrays(second)
     assert expected.keys() == got.keys()
@@ -50,9 +50,9 @@ def assert_same(first: Llama, second: Llama) -> None:
 def test_save_pretrained_and_load_give_the_same_model(dtype, is_stacked, tmp_path) -> None:
     config = dataclasses.replace(CONFIG, dtype="bfloat16")
     random_llama(config, dtype="bfloat16").save_pretrained(tmp_path / "floats")
-    model = Llama.from_pretrained(tmp_path / "floats", dtype=dtype, scan_layers=is_stacked)
+    model = Decoder.from_pretrained(tmp_path / "floats", dtype=dtype, scan_layers=is_stacked)
     model.save_pretrained(tmp_path / "saved")
-    loaded = Llama.from_pretrained(tmp_path / "saved", scan_layers=is_stacked)
+    loaded = Decoder.from_pretrained(tmp_path / "saved", scan_layers=is_stacked)
     # The output head is written as floats.
     head = dict(model.formats.others).get("lm_head", model.formats.default)
     assert head.is_quantised and not loaded.formats["lm_head"].is_quantised
@@ -78,9 +78,9 @@ def test_save_pretrained_widens_scales_of_two_levels(tmp_path) -> None:
     others = {"layers.down_proj": floats, "layers.o_proj": floats, "lm_head": floats}
     formats = MatrixFormats(format, tuple(sorted({**others, "embed_tokens": floats}.items())))
     random_llama(config).save_pretrained(tmp_path / "floats")
-    model = load_weights(Llama, tmp_path / "floats", config, formats=formats)
+    model = load_weights(Decoder, tmp_path / "floats", config, formats=formats)
     model.save_pretrained(tmp_path / "saved")
-    loaded = Llama.from_pretrained(tmp_path / "saved", scan_layers=False)
+    loaded = Decoder.from_pretrained(tmp_path / "saved", scan_layers=False)
     name, arrays, saved = "layers.0.qkv_proj", named_arrays(model), named_arrays(loaded)
     assert arrays[f"{name}_scale"].dtype == jnp.int8
     assert loaded.formats[name] == dataclasses.replace(format, scale_dtype="float32")
@@ -94,9 +94,9 @@ def test_save_pretrained_writes_values_of_5_bits_as_int8(tmp_path) -> None:
     floats = WeightFormat("float32")
     others = {"layers.down_proj": floats, "embed_tokens": floats, "lm_head": floats}
     formats = MatrixFormats(int5, tuple(sorted(others.items())))
-    model = load_weights(Llama, tmp_path / "floats", CONFIG, formats=formats)
+    model = load_weights(Decoder, tmp_path / "floats", CONFIG, formats=formats)
     model.save_pretrained(tmp_path / "saved")
-    loaded = Llama.from_pretrained(tmp_path / "saved", scan_layers=False)
+    loaded = Decoder.from_pretrained(tmp_path / "saved", scan_layers=False)
     arrays, saved = named_arrays(model), named_arrays(loaded)
     for name in ("layers.0.qkv_proj", "layers.1.gate_up_proj"):
         pairs = [WeightArrays(each[name], each[f"{name}_scale"]) for each in (arrays, saved)]
@@ -107,14 +107,14 @@ def test_save_pretrained_writes_values_of_5_bits_as_int8(tmp_path) -> None:
 
 @pytest.mark.parametrize("name", REPRESENTABLE)
 def test_save_pretrained_keeps_the_formats_of_other_tools(name, tmp_path) -> None:
-    model = Llama.from_pretrained(DATA / "quantised" / name, scan_layers=False)
+    model = Decoder.from_pretrained(DATA / "quantised" / name, scan_layers=False)
     model.save_pretrained(tmp_path)
-    assert_same(model, Llama.from_pretrained(tmp_path, scan_layers=False))
+    assert_same(model, Decoder.from_pretrained(tmp_path, scan_layers=False))
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_save_pretrained_refuses_what_it_cannot_represent(name, tmp_path) -> None:
-    model = Llama.from_pretrained(DATA / "quantised" / name, scan_layers=False)
+    model = Decoder.from_pretrained(DATA / "quantised" / name, scan_layers=False)
     with pytest.raises(SaveError, match=REFUSED[name]) as error:
         model.save_pretrained(tmp_path / "saved")
     assert "save_checkpoint" in str(error.value) and not (tmp_path / "saved").exists()
@@ -126,7 +126,7 @@ def test_save_pretrained_refuses_what_it_cannot_represent(name, tmp_path) -> Non
 def test_save_pretrained_writes_the_tensors_of_compressed_tensors(name, tmp_path) -> None:
     """The files of llm-compressor and of this library have the same tensors."""
     source = DATA / "quantised" / name
-    Llama.from_pretrained(source).save_pretrained(tmp_path)
+    Decoder.from_pretrained(source).save_pretrained(tmp_path)
     with (
         safe_open(source / "model.safetensors", "numpy") as expected,
         safe_open(tmp_path / "model.safetensors", "numpy") as got,
@@ -176,14 +176,14 @@ def test_save_pretrained_writes_experts_in_mxfp4(tmp_path) -> None:
     kinds = ("experts_gate_up_proj", "experts_down_proj")
     formats = MatrixFormats(floats, tuple((f"layers.{kind}", mxfp4) for kind in sorted(kinds)))
     random_llama(config, dtype="bfloat16").save_pretrained(tmp_path / "floats")
-    model = load_weights(Llama, tmp_path / "floats", config, formats=formats)
+    model = load_weights(Decoder, tmp_path / "floats", config, formats=formats)
     for layer in model.layers:
         for kind in kinds:
             scales = getattr(layer, f"{kind}_scale")
             exponents = jnp.floor(jnp.log2(scales[...].astype(jnp.float32)))
             scales[...] = jnp.exp2(exponents).astype(scales.dtype)
     model.save_pretrained(tmp_path / "saved")
-    assert_same(model, Llama.from_pretrained(tmp_path / "saved", scan_layers=model.scan_layers))
+    assert_same(model, Decoder.from_pretrained(tmp_path / "saved", scan_layers=model.scan_layers))
 
 
 @pytest.mark.peers
@@ -194,9 +194,9 @@ def test_save_pretrained_writes_experts_in_mxfp4(tmp_path) -> None:
 def test_transformers_reads_saved_models(dtype, tmp_path) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     random_llama(CONFIG).save_pretrained(tmp_path / "floats")
-    model = Llama.from_pretrained(tmp_path / "floats", dtype=dtype)
+    model = Decoder.from_pretrained(tmp_path / "floats", dtype=dtype)
     model.save_pretrained(tmp_path / "saved")
-    ours = Llama.from_pretrained(tmp_path / "saved")
+    ours = Decoder.from_pretrained(tmp_path / "saved")
     token_ids = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 20)).astype(np.int32)
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)

@@ -10,8 +10,8 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from paged_jax.kernels.weight_formats import WeightArrays, dequantise
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.llama import Llama
+from paged_jax.models.decoder import Decoder
+from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading import quantised_floats
 from paged_jax.models.loading.huggingface import save_weights
 from paged_jax.models.loading.parameters import WeightsError
@@ -100,7 +100,7 @@ def test_from_pretrained_expands_mxfp4_experts_one_at_a_time(tmp_path, monkeypat
         return expand(blocks, scales)
 
     monkeypatch.setattr(quantised_floats, "expand_mxfp4", recorded)
-    model = Llama.from_pretrained(tmp_path, dequantise=True)
+    model = Decoder.from_pretrained(tmp_path, dequantise=True)
     assert sizes == [1] * (CONFIG.num_hidden_layers * 2 * CONFIG.num_experts)
     layer = model.layers[1]
     gate_up = numbers[EXPERTS.format(1) + "gate_up_proj"]
@@ -130,7 +130,7 @@ def test_read_arrays_keeps_mxfp4_packed(tmp_path) -> None:
 
 def test_from_pretrained_keeps_mxfp4_experts_packed(tmp_path) -> None:
     numbers = write_mxfp4(tmp_path)
-    layer = Llama.from_pretrained(tmp_path).layers[1]
+    layer = Decoder.from_pretrained(tmp_path).layers[1]
     for kind, shape in (("gate_up_proj", (2, 32, 64)), ("down_proj", (64, 32))):
         values = getattr(layer, f"experts_{kind}")[...]
         scales = getattr(layer, f"experts_{kind}_scale")[...]
@@ -150,7 +150,7 @@ def test_save_pretrained_is_inverse_for_gpt_oss(tmp_path) -> None:
     for half in (0, 1):
         stored = tensors[EXPERTS.format(0) + "gate_up_proj"][..., half::2]
         np.testing.assert_array_equal(stored, gate_up[:, half].swapaxes(1, 2))
-    loaded = Llama.from_pretrained(tmp_path)
+    loaded = Decoder.from_pretrained(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, nnx.state(loaded), nnx.state(model))
 
 
@@ -176,7 +176,7 @@ def test_from_pretrained_rejects_damaged_mxfp4(tmp_path, change, message) -> Non
         tensors[name + "_scales"] = scales
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(WeightsError, match=message):
-        Llama.from_pretrained(tmp_path)
+        Decoder.from_pretrained(tmp_path)
 
 
 def test_from_dict_accepts_mxfp4_only_for_gpt_oss() -> None:

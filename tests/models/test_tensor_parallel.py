@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from paged_jax.models.mixer_sizes import KimiDelta, Mamba2
+from paged_jax.models.parts.delta_net import KimiDelta
+from paged_jax.models.parts.state_space import Mamba2
 from paged_jax.models.tensor_parallel import shard_config, widen_config
 from tests.support.decode_step import LLAMA_3_8B
 
@@ -12,17 +13,19 @@ from tests.support.decode_step import LLAMA_3_8B
 @pytest.mark.parametrize("num_devices, heads, kv_heads", [(1, 32, 8), (8, 4, 1), (32, 1, 1)])
 def test_shard_config_divides_heads(num_devices, heads, kv_heads) -> None:
     shard = shard_config("plan", LLAMA_3_8B, num_devices)
-    assert shard == dataclasses.replace(
+    expected = dataclasses.replace(
         LLAMA_3_8B,
+        head_dim=128,
         vocab_size=128256 // num_devices,
         intermediate_size=14336 // num_devices,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
     )
+    assert (shard.vocab_size, shard.layers) == (expected.vocab_size, expected.layers)
 
 
 def test_widen_config_adds_kv_heads_only_if_needed() -> None:
-    assert widen_config(LLAMA_3_8B, 8) == LLAMA_3_8B
+    assert widen_config(LLAMA_3_8B, 8).layers == LLAMA_3_8B.layers
     assert widen_config(LLAMA_3_8B, 16).num_key_value_heads == 16
 
 
@@ -34,7 +37,7 @@ RECURRENT_LAYERS = {"layer_types": ("linear_attention",) * 32}
 def test_shard_config_divides_the_heads_of_a_group() -> None:
     config = dataclasses.replace(LLAMA_3_8B, mixer=MAMBA, **RECURRENT_LAYERS)
     for num_devices, num_groups, num_copies in ((2, 1, 1), (4, 1, 2), (8, 1, 4)):
-        mixer = shard_config("plan", config, num_devices).mixer
+        mixer = shard_config("plan", config, num_devices).layers[0].find(Mamba2)
         assert isinstance(mixer, Mamba2) and mixer.num_heads == 24 // num_devices
         assert (mixer.num_groups, mixer.num_copies) == (num_groups, num_copies)
         assert mixer.state_shape == (24 // num_devices, 16, 16)

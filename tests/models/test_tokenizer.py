@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
+from paged_jax.arguments import ArgumentError
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.models.text.chat_template import ChatTemplateError
 from paged_jax.models.text.tokenizer import Detokenizer, Tokenizer, TokenizerError
@@ -507,3 +508,15 @@ def test_is_special_matches_the_tokens_that_decode_omits():
     assert not tokenizer.is_special(think)
     assert tokenizer.decode([think, 2]) == "<think>"
     assert tokenizer.decode([think, 2], skip_special_tokens=False) == "<think></s>"
+
+
+@pytest.mark.parametrize("text", ["a\udc9fb", "\ud83d"])
+def test_lone_surrogates_are_errors_that_name_the_text(text):
+    tokenizer = Tokenizer(_byte_fallback(), chat_template="{{ messages[0].content }}")
+    for encode in (
+        tokenizer.encode,
+        tokenizer.offsets,
+        lambda text: tokenizer.encode_chat([{"role": "user", "content": text}]),
+    ):
+        with pytest.raises(ArgumentError, match=r"encode: text must be valid Unicode text, got '"):
+            encode(text)

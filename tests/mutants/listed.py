@@ -1,7 +1,9 @@
 """All mutants. A feature adds those that its tests kill.
 
-`STATES` are defects of the states of recurrent layers, `SURVIVORS` are defects that the tests once
-did not find, and `DRAWN` are changes of functions that were drawn by lot from all folders.
+`STATES` are defects of the states of recurrent layers, `SERVER` are defects of what the server
+tells when something goes wrong, `CONFIGS` of the reader of configs and of tanh, `ROWS` of rows on
+several devices, `EXACT` of exact numerics, `SURVIVORS` are defects that the tests once did not
+find, and `DRAWN` are changes of functions that were drawn by lot from all folders.
 """
 
 from tests.mutants.drawn import DRAWN
@@ -17,6 +19,7 @@ _SHARE = f"{_SCENARIOS}::test_slots_that_share_a_state_decode_one_after_the_othe
 _OVERWRITE = f"{_SCENARIOS}::test_a_decode_overwrites_a_snapshot_only_if_no_entry_is_free"
 _SNAPSHOT = f"{_SCENARIOS}::test_a_prefix_without_a_snapshot_is_possible_but_not_found"
 _DRAFTS = "tests/models/test_state_places.py"
+_CONFIG = "tests/models/test_config.py"
 
 STATES = (
     mutant(
@@ -111,8 +114,8 @@ STATES = (
         "the states of rejected drafts stay",
         "cache/states",
         f"{_PLACES}:StatePlaces.advance_postponed",
-        "places.advance(layer, recurrence, carry, num_tokens)",
-        "places.advance(layer, recurrence, carry, jnp.full_like(num_tokens, 3))",
+        "places.advance(layer, recurrence, carry, num_tokens, exact)",
+        "places.advance(layer, recurrence, carry, jnp.full_like(num_tokens, 3), exact)",
         _DRAFTS,
     ),
     mutant(
@@ -125,4 +128,146 @@ STATES = (
     ),
 )
 
-MUTANTS = (*STATES, *SURVIVORS, *DRAWN)
+_STREAMS = "tests/server/test_completions.py"
+_REFUSED = f"{_STREAMS}::test_stream_is_refused_with_the_status_of_a_whole_answer"
+
+SERVER = (
+    mutant(
+        "a stream starts before the engine has accepted it",
+        "server",
+        "paged_jax.server.completions:_send_events",
+        "job = await make_job(answer)",
+        "sender.accept(); job = await make_job(answer)",
+        _REFUSED,
+    ),
+    mutant(
+        "a failed stream forgets the code of the error",
+        "server",
+        "paged_jax.server.response_answers:ResponsesAnswer.failure",
+        "error.code or code",
+        "code",
+        f"{_STREAMS}::test_failed_stream_keeps_the_code_of_the_error",
+    ),
+    mutant(
+        "the server exits as usual after its engine has failed",
+        "server",
+        "paged_jax.server.app:Startup.has_failed_engine",
+        "self.service.engine.failure is not None",
+        "self.service.is_sleeping",
+        "tests/server/test_service.py",
+    ),
+    mutant(
+        "a step that is tried again is not logged",
+        "engine",
+        "paged_jax.async_engine:AsyncEngine._advance",
+        "_logger.exception",
+        "_logger.debug",
+        "tests/test_async_engine.py::test_step_that_fails_once_is_logged_and_tried_again",
+    ),
+    mutant(
+        "headers may be one byte longer",
+        "server",
+        "paged_jax.server.http_server:_Framing.next_event",
+        "num_bytes - self._num_unparsed() > self._max_header_bytes",
+        "num_bytes - self._num_unparsed() > self._max_header_bytes + 1",
+        "tests/server/test_http_server.py::test_limit_of_headers_is_exact",
+    ),
+    mutant(
+        "tools leave the prompt with tool_choice none",
+        "server",
+        "paged_jax.server.chats:Chat._prompt",
+        "self._shown_tools or None",
+        "self.tools or None",
+        "tests/server/test_all_formats.py::test_tool_choice_none_keeps_the_prompt",
+    ),
+)
+
+CONFIGS = (
+    mutant(
+        "values of single layers are ignored in most families",
+        "models",
+        "paged_jax.models.known_keys:check_layer_changes",
+        "read_layer_changes(config, num_layers).items()",
+        "()",
+        f"{_CONFIG}::test_from_dict_reads_values_of_single_layers",
+    ),
+    mutant(
+        "keys of layers are compared as text",
+        "models",
+        "paged_jax.models.known_keys:read_layer_changes",
+        "int(key) >= num_layers",
+        "key not in [str(layer) for layer in range(num_layers)]",
+        f"{_CONFIG}::test_from_dict_reads_configs_with_the_layers_of_real_models",
+    ),
+    mutant(
+        "no entry counts as unread",
+        "models",
+        "paged_jax.models.model_folder:ConfigEntries.find_unread",
+        "{key for key, value in self._values.items() if value is not None} - self._keys_read",
+        "set()",
+        f"{_CONFIG}::test_from_dict_names_entries_that_it_does_not_read",
+    ),
+    mutant(
+        "tanh cancels near 0",
+        "kernels",
+        "paged_jax.kernels.mosaic_gpu.launch:compute_tanh",
+        "square < 0.25",
+        "square < 0",
+        "tests/kernels/test_mosaic_gpu.py::test_compute_tanh_is_precise_everywhere",
+    ),
+)
+
+# Random numbers of rows on several devices, and in several engines.
+_ROWS = "tests/test_data_axes.py"
+
+ROWS = (
+    mutant(
+        "each device counts its rows from 0",
+        "rollouts",
+        "paged_jax.data_axes:_first_row_of_device",
+        "lax.axis_index(tuple(names)) * jax.tree.leaves(rows)[0].shape[0]",
+        "jnp.int32(0)",
+        f"{_ROWS}::test_map_rows_counts_rows_inside_shard_map",
+    ),
+    mutant(
+        "the index of the first prompt is ignored",
+        "rollouts",
+        "paged_jax.rollouts:_generate",
+        "first_prompt * num_samples + slots",
+        "slots",
+        f"{_ROWS}::test_rows_have_the_random_keys_of_one_device",
+    ),
+)
+
+_ROWS = "tests/kernels/test_cpu_exact.py::test_norms_and_sums_do_not_depend_on_the_number_of_rows"
+_STEPS = "tests/kernels/test_cpu_exact.py::test_prompt_has_the_bits_of_decode_steps"
+_ENGINE = "tests/engine/test_exact.py::test_engine_has_the_bits_of_log_probs"
+
+EXACT = (
+    mutant(
+        "a norm sums in another order from 65 rows on",
+        "kernels",
+        "paged_jax.kernels.linear:sum_rows",
+        "is_exact(backend)",
+        "is_exact(backend) and x.shape[0] <= 64",
+        _ROWS,
+    ),
+    mutant(
+        "a prompt sums in another order than a decode step",
+        "kernels",
+        "paged_jax.kernels.cpu:_attend",
+        "np.int32(1)",
+        "np.int32(0)",
+        _STEPS,
+    ),
+    mutant(
+        "keys of whole sequences are not rounded to the dtype of the cache",
+        "models",
+        "paged_jax.models.sequence_attention:_attend_to",
+        "x.astype(dtype)",
+        "x",
+        f"{_ENGINE}[dense-bfloat16]",
+    ),
+)
+
+MUTANTS = (*STATES, *SERVER, *CONFIGS, *ROWS, *EXACT, *SURVIVORS, *DRAWN)

@@ -303,9 +303,9 @@ SURVIVORS = (
     mutant(
         "experts with separate norms are summed once",
         "plan",
-        "paged_jax.engine.memory_plan:_layer_sums",
-        "2 if layer.separate_expert_norms else 1",
-        "1",
+        "paged_jax.models.parts.residual:SeparateExperts.all_reduces",
+        "2 * hidden_size",
+        "hidden_size",
         *_PLANS,
     ),
     mutant(
@@ -385,17 +385,17 @@ SURVIVORS = (
     mutant(
         "queries of stacked layers have no factor",
         "models",
-        "paged_jax.models.llama:Llama._run_layers",
-        "self._query_scale(0, positions)",
-        "None",
+        "paged_jax.models.decoder:Decoder._run_layers",
+        "rotations[0]",
+        "rotations[0] and rotations[0]._replace(query_scale=None)",
         f"{_FORWARD}[ministral3]",
     ),
     mutant(
         "queries of separate layers have no factor",
         "models",
-        "paged_jax.models.llama:Llama._run_layers",
-        "self._query_scale(index, positions)",
-        "None",
+        "paged_jax.models.decoder:Decoder._run_layers",
+        "rotations[index]",
+        "rotations[index] and rotations[index]._replace(query_scale=None)",
         "tests/models/test_layer.py::test_forward_matches_the_formulas_in_float64",
     ),
     mutant(
@@ -409,9 +409,9 @@ SURVIVORS = (
     mutant(
         "the factor of queries is not read from older files",
         "models",
-        "paged_jax.models.rope_json:_read_query_scale",
-        'given.get("beta", given.get("llama_4_scaling_beta"))',
-        'given.get("llama_4_scaling_beta")',
+        "paged_jax.models.families.rope_entries:_find_beta",
+        'values.get("beta", values.get("llama_4_scaling_beta"))',
+        'values.get("llama_4_scaling_beta")',
         "tests/models/test_config.py",
     ),
     mutant(

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from paged_jax.cache.blocks import check_invariants
-from paged_jax.models.config import LlamaConfig
+from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.runner import decode_state
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import decode_steps, verify_steps

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from paged_jax import LLM, Engine, SamplingParams
-from paged_jax.models.llama import Llama
+from paged_jax.models.decoder import Decoder
 from paged_jax.runner import executor as executor_module
 from paged_jax.runner.executor import CallThread
 from tests.support.tiny_model import CONFIG, SIZES
@@ -18,7 +18,7 @@ L, K, D = CONFIG.num_hidden_layers, CONFIG.num_key_value_heads, CONFIG.head_dim
 
 
 def test_executors_of_equal_sizes_share_the_program_of_a_new_state(
-    tiny_model: Llama,
+    tiny_model: Decoder,
 ) -> None:
     compiled = []
 
@@ -41,7 +41,7 @@ def test_executors_of_equal_sizes_share_the_program_of_a_new_state(
 
 
 @pytest.mark.slow
-def test_warmup_for_gpus_compiles_while_the_pool_is_freed(tiny_model: Llama, monkeypatch) -> None:
+def test_warmup_for_gpus_compiles_while_the_pool_is_freed(tiny_model: Decoder, monkeypatch) -> None:
     """XLA times matmuls on GPUs in the free memory, and the pool takes 85% of the memory."""
 
     def pools() -> list[int]:

@@ -129,7 +129,7 @@ def test_update_weights_rejects_other_models(server, tiny_folder, tmp_path) -> N
     other = save_tiny_model(tmp_path)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "rope_theta": 5.0}))
-    for folder, message in ((other, "rope_theta must be"), (tmp_path / "none", "must exist")):
+    for folder, message in ((other, "rope.theta must be"), (tmp_path / "none", "must exist")):
         answer = do(server, "/update_weights_from_disk", {"model_path": str(folder)}, 400)
         assert message in answer["error"]["message"]
     do(server, "/update_weights_from_disk", {"folder": "x"}, 400)

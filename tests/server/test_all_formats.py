@@ -494,6 +494,70 @@ def test_allowed_tools_of_other_types_are_skipped() -> None:
         answer_of("qwen 2.5", "responses", tool_choice={**choice, "mode": "required"})
 
 
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_tool_choice_none_keeps_the_prompt(family) -> None:
+    """The prefix of the chat stays in the cache. Text that looks like a call remains text."""
+    text = written_calls(family, CALLS[1:])
+    for api, choice in (("chat", "none"), ("responses", "none"), ("messages", {"type": "none"})):
+        answer = answer_of(family, api, tool_choice=choice)
+        assert answer.prompts() == answer_of(family, api).prompts()
+        params = answer.params()
+        assert "structured_outputs" not in params or family == "gpt-oss"
+        whole = whole_of(answer, outputs_of(family, text, params, 1))
+        assert not APIS[api][1](whole).calls or family == "gpt-oss"
+
+
+PATCH = '*** Update "a.txt"\n-\tb\n+{"c": "é"}'
+GRAMMAR = "start: /.+/"
+CUSTOM = {
+    "type": "custom", "name": "patch", "description": "Change files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": GRAMMAR},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["qwen 2.5", "qwen 3 coder"])
+def test_custom_tools_take_a_text(family) -> None:
+    """In the chat they are functions with the argument `input`. The API has the text alone."""
+    text = written_calls(family, [("patch", {"input": PATCH})])
+    namespace = {"type": "namespace", "name": "files", "tools": [CUSTOM]}
+    for tools, name in (([CUSTOM], "patch"), ([namespace], "files__patch")):
+        answer = answer_of(family, "responses", tools=tools)
+        [shown] = answer.chat.body.tools
+        assert shown.function.name == name and GRAMMAR in shown.function.description
+        outputs = outputs_of(family, text.replace("patch", name), answer.params(), 1)
+        *_, call = whole_of(answer, outputs)["output"]
+        assert (call["type"], call["name"], call["input"]) == ("custom_tool_call", "patch", PATCH)
+        assert call.get("namespace") == ("files" if name != "patch" else None)
+        events = events_of(answer_of(family, "responses", tools=tools), outputs)
+        kinds = [event["type"].removeprefix("response.") for event in events[-5:]]
+        prefix = "custom_tool_call_input"
+        assert kinds == [
+            "output_item.added", f"{prefix}.delta", f"{prefix}.done", "output_item.done",
+            "completed",
+        ]  # fmt: skip
+        added, delta, done, item, _ = events[-5:]
+        assert added["item"]["input"] == "" and delta["delta"] == done["input"] == PATCH
+        assert {added["item"]["id"], delta["item_id"], done["item_id"]} == {item["item"]["id"]}
+        assert item["item"]["input"] == PATCH and item["item"]["id"].startswith("ctc_")
+        # The client sends the call and its result.
+        result = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "Done."}
+        told = answer_of(family, "responses", tools=tools, input=[call, result]).chat.body.messages
+        function = told[0].tool_calls[0].function
+        assert (function.name, function.arguments) == (name, {"input": PATCH})
+        assert (told[0].tool_calls[0].id, told[1].tool_call_id) == (call["call_id"],) * 2
+        assert told[1].content == "Done."
+
+
+def test_custom_tool_that_was_cut_short_is_incomplete() -> None:
+    answer = answer_of("qwen 2.5", "responses", tools=[CUSTOM], tool_choice=CUSTOM)
+    text = written_calls("qwen 2.5", [("patch", {"input": PATCH})])
+    outputs = outputs_of("qwen 2.5", text, answer.params(), 1)
+    response = whole_of(answer, cut(outputs[: len(outputs) // 2]))
+    assert response["status"] == "incomplete"
+    [call] = response["output"]
+    assert call["status"] == "incomplete" and PATCH not in call["input"]
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_end_of_the_time_limit_is_told(is_stream) -> None:
     """A call that was cut short is never reported as a call to execute."""

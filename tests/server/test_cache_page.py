@@ -194,12 +194,14 @@ def test_page_shows_requests_in_a_browser(server, page, tmp_path: Path) -> None:
         assert overflow <= 0, width
 
 
-# The opacity in the middle of each block, 0 to 255.
-OPACITIES = """() => {
+# The kind of each block, and the opacity in its middle, 0 to 255. One call draws and reads, so that
+# both belong to the same state.
+DRAWN = """() => {
+  draw();
   const { data, width } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
   return [...Array(state.num_blocks).keys()].map((block) => {
     const [x, y] = cornerOf(block).map((each) => Math.floor(each + (cell - GAP) / 2));
-    return data[4 * (y * width + x) + 3];
+    return [kindOf(block), data[4 * (y * width + x) + 3]];
   });
 }"""
 
@@ -210,14 +212,14 @@ OPACITIES = """() => {
 def test_free_and_cached_blocks_differ(server, page, scheme) -> None:
     """A free block is an outline, and the palest cached block is filled."""
     generate(server)
+    server.wait_until_idle()
+    last = state(server)["num_generated_tokens"]
     page.emulate_media(color_scheme=scheme)
-    wait_until(lambda: page.locator("#num-used").inner_text() == "0")
-    page.evaluate("draw()")
-    kinds = page.evaluate("[...Array(state.num_blocks).keys()].map(kindOf)")
-    opacities = page.evaluate(OPACITIES)
-    found = {
-        kind: {x for x, of in zip(opacities, kinds, strict=True) if of == kind} for kind in kinds
-    }
+    shown = "state.num_used === 0 && state.num_generated_tokens"
+    wait_until(lambda: page.evaluate(shown) == last)
+    found: dict[str, set[int]] = {}
+    for kind, opacity in page.evaluate(DRAWN):
+        found.setdefault(kind, set()).add(opacity)
     assert found.keys() == {"free", "cached"} and found["free"] == {0} and min(found["cached"]) > 90
 
 

@@ -5,6 +5,7 @@ from typing import Literal
 
 import pydantic
 import pytest
+from pydantic import ValidationError
 
 from paged_jax import Engine
 from paged_jax.models.text.chat_template import ChatTemplate
@@ -53,6 +54,26 @@ def test_as_messages_ignores_unknown_fields_of_calls(arguments, want) -> None:
     written = ChatTemplate("{{ messages[0].tool_calls | tojson }}").render(messages)
     function = f'{{"name": "f", "arguments": {want}}}'
     assert written == f'[{{"id": "1", "type": "function", "function": {function}}}]'
+
+
+IMAGES = [
+    {"type": "image_url", "image_url": {"url": "data:image/png;base64,aa"}},
+    {"type": "input_audio", "input_audio": {"data": "aa", "format": "wav"}},
+    {"type": "file", "file": {"file_id": "f"}},
+]
+
+
+@pytest.mark.parametrize("part", IMAGES, ids=lambda part: part["type"])
+def test_images_in_results_of_tools_become_a_line_of_text(part) -> None:
+    """An error would repeat with each later request of the session."""
+    content = [{"type": "text", "text": "Seen:"}, part]
+    [message] = messages_of({"role": "tool", "tool_call_id": "1", "content": content})
+    first, second = message["content"]
+    assert first == content[0]
+    line = f"[{part['type']} omitted: this model reads only text]"
+    assert second == {"type": "text", "text": line}
+    with pytest.raises(ValidationError):
+        messages_of({"role": "user", "content": content})
 
 
 def test_tool_param_ignores_unknown_fields() -> None:
@@ -187,13 +208,13 @@ def test_unsupported_schema_is_a_hint_unless_strict(server) -> None:
     assert error["param"] == "tools" and "'fetch'" in error["message"]
 
 
-def test_tools_are_hidden_with_tool_choice_none(server) -> None:
+def test_tools_are_shown_with_any_tool_choice(server) -> None:
     body = {"messages": MESSAGES, "max_tokens": 1}
     plain, silent, shown = (
         server.post("/v1/chat/completions", {**body, **change}).json()["usage"]["prompt_tokens"]
         for change in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS})
     )
-    assert plain == silent < shown
+    assert plain < silent == shown
     asked = {"messages": MESSAGES, "tools": TOOLS}
     assert server.post("/tokenize", asked).json()["count"] == shown
     error = error_of(server.post("/tokenize", {"prompt": "a", "tools": TOOLS}), 400)

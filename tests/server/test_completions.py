@@ -1,16 +1,20 @@
 """Tests of generated text over HTTP: responses and streams at all three endpoints."""
 
+import asyncio
+import dataclasses
 import functools
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
 from paged_jax import Engine, SamplingParams
-from paged_jax.server import Limits, Settings, schemas
+from paged_jax.server import Limits, Settings, completions, schemas
 from paged_jax.server.completion_answers import CompletionAnswer
+from paged_jax.server.responses import ApiError
 from tests.support.live_server import (
     GREEDY,
     LiveServer,
@@ -352,6 +356,131 @@ def test_large_responses_are_built_in_a_thread(server, monkeypatch, stream, name
         assert server.get("/health", timeout=5).json()["num_running"] <= 1
         may_end.set()
         assert tokens_of(answer.result()) == want
+
+
+# Streams: their status, and pings
+
+ENDPOINTS = {
+    "/generate": {"prompt": "ab"},
+    "/v1/completions": {"prompt": ["ab", "the"]},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "ab"}]},
+    "/v1/responses": {"input": "ab"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 4},
+}
+
+
+@pytest.fixture
+def pinging_server(server, monkeypatch):
+    """Server with 20 pings in a second."""
+    settings = dataclasses.replace(server.service.settings, ping_seconds=0.05)
+    monkeypatch.setattr(server.service, "settings", settings)
+    return server
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_stream_is_refused_with_the_status_of_a_whole_answer(
+    pinging_server, path, monkeypatch
+) -> None:
+    """However long the tokenizer, the compiler of grammars and the engine take to refuse it."""
+    encode, add_request = pinging_server.service.encode, pinging_server.engine.add_request
+
+    async def encode_slowly(*arguments):
+        await asyncio.sleep(0.2)
+        return await encode(*arguments)
+
+    def add_slowly(*arguments, **options):
+        time.sleep(0.2)
+        return add_request(*arguments, **options)
+
+    monkeypatch.setattr(pinging_server.service, "encode", encode_slowly)
+    monkeypatch.setattr(pinging_server.engine, "add_request", add_slowly)
+    long = json.loads(json.dumps(ENDPOINTS[path]).replace('"ab"', json.dumps("the cat " * 60)))
+    constraint = {"structured_outputs": {"regex": "("}}
+    too_many = {"stop_token_ids": list(range(17))}  # only the engine checks this
+    for body in (long, ENDPOINTS[path] | constraint, ENDPOINTS[path] | too_many):
+        whole = pinging_server.post(path, body)
+        stream = pinging_server.post(path, {**body, "stream": True})
+        assert whole.status_code == stream.status_code == 400, stream.text
+        errors = [response.json()["error"] for response in (whole, stream)]
+        assert errors[0] == errors[1]
+
+
+def read_late_stream(server, monkeypatch, path: str) -> str:
+    """Return a stream whose first text comes after several pings."""
+    run = completions.run
+
+    async def run_late(answer, job, on_added):
+        is_added = asyncio.Event()
+        outputs = run(answer, job, lambda: (on_added(), is_added.set()))
+        first = await anext(outputs)
+        assert is_added.is_set()
+        await asyncio.sleep(0.3)
+        yield first
+        async for output in outputs:
+            yield output
+
+    monkeypatch.setattr(completions, "run", run_late)
+    response = server.post(path, {**ENDPOINTS[path], "stream": True, **GREEDY})
+    assert response.status_code == 200
+    return response.text
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_streams_send_pings_while_nothing_is_generated(pinging_server, path, monkeypatch) -> None:
+    """Codex counts events, not comments. OpenAI's and Anthropic's clients skip these events."""
+    events = read_late_stream(pinging_server, monkeypatch, path).split("\n\n")
+    pings, others = {
+        "/v1/responses": ("event: response.in_progress", "event: response."),
+        "/v1/messages": ('event: ping\ndata: {"type":"ping"}', "event: "),
+    }.get(path, (": ping", "data: "))
+    is_ping = [event.startswith(pings) for event in events]
+    begin = int(path == "/v1/responses")  # after response.created
+    assert is_ping[begin : begin + 4] == [True] * 4
+    assert all(event.startswith((pings, others)) for event in events[:-1]) and not events[-1]
+    if path == "/v1/responses":
+        data = [json.loads(event.partition("\ndata: ")[2]) for event in events[:-1]]
+        assert [each["sequence_number"] for each in data] == [*range(len(data))]
+
+
+def test_response_stream_begins_before_the_first_token(server, monkeypatch) -> None:
+    """Also without pings: clients see at once that the request was accepted."""
+    may_go_on, advance = threading.Event(), server.engine.advance
+    monkeypatch.setattr(server.engine, "advance", lambda: (may_go_on.wait(30), advance())[1])
+    body = {**ENDPOINTS["/v1/responses"], "stream": True, **GREEDY}
+    try:
+        with server.client() as client, client.stream("POST", "/v1/responses", json=body) as answer:
+            lines = (line for line in answer.iter_lines() if line.startswith("event: "))
+            begin = [next(lines), next(lines)]
+            may_go_on.set()
+            rest = list(lines)
+    finally:
+        may_go_on.set()
+    assert begin == ["event: response.created", "event: response.in_progress"]
+    assert rest[-1] == "event: response.incomplete"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ApiError(400, "Too long.", code="context_length_exceeded"), "context_length_exceeded"),
+        (ApiError(503, "Stopped.", code="engine_stopped"), "engine_stopped"),
+        (ApiError(400, "Wrong."), "invalid_prompt"),
+        (ApiError(500, "Wrong."), "server_error"),
+    ],
+)
+def test_failed_stream_keeps_the_code_of_the_error(server, error, code, monkeypatch) -> None:
+    async def fail(answer, job, on_added):
+        on_added()
+        await asyncio.sleep(0.05)
+        raise error
+        yield
+
+    monkeypatch.setattr(completions, "run", fail)
+    body = {**ENDPOINTS["/v1/responses"], "stream": True}
+    last = server.post("/v1/responses", body).text.split("\n\n")[-2]
+    name, _, data = last.partition("\ndata: ")
+    assert name == "event: response.failed"
+    assert json.loads(data)["response"]["error"] == {"code": code, "message": str(error)}
 
 
 def test_disconnect_frees_blocks(server) -> None:

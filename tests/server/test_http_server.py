@@ -170,6 +170,36 @@ def test_long_headers_are_rejected(server) -> None:
         check_error(*server.send(b"GET /" + b"a" * 5000), {431})
 
 
+@pytest.mark.parametrize("before", [b"", b"GET /live HTTP/1.1\r\n" + HOST + b"\r\n"])
+def test_limit_of_headers_is_exact(server, before) -> None:
+    """Also if all bytes arrive at once, and after another request in the same packet."""
+    for num_bytes, status in ((LIMITS.max_header_bytes, 200), (LIMITS.max_header_bytes + 1, 431)):
+        head = b"GET /live HTTP/1.1\r\n" + HOST + b"a: "
+        head += b"b" * (num_bytes - len(head) - 4) + b"\r\n\r\n"
+        assert len(head) == num_bytes
+        with server.connect() as connection:
+            connection.sendall(before + head)
+            file = connection.makefile("rb")
+            if before:
+                assert read_message(file)[0] == 200
+            found, content = read_message(file)
+        assert found == status
+        if status == 431:
+            assert check_error(found, content, {431})["code"] == "max_header_bytes_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"), [(JSON, 413), (HOST + b"content-type: text/plain\r\n", 415)]
+)
+def test_response_is_not_lost_while_the_client_sends(server, fields, status) -> None:
+    """The server ignores the rest of the body before it closes the connection (RFC 9112, 9.6)."""
+    body = b" " * 1_200_000
+    head = b"POST /generate HTTP/1.1\r\nconnection: close\r\n%bcontent-length: %d\r\n\r\n"
+    with answered_at_once():
+        check_error(*server.send(head % (fields, len(body)) + body), {status})
+    wait_until(lambda: server.num_connections == 0)
+
+
 @pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n"])
 def test_slow_headers_time_out(server, before) -> None:
     """On a new connection, and on a connection that has received a response."""

@@ -192,6 +192,29 @@ def test_items_of_a_turn_are_one_message() -> None:
     ]
 
 
+@pytest.mark.parametrize("kind", ["function_call_output", "custom_tool_call_output"])
+def test_images_in_results_become_a_line_of_text(kind) -> None:
+    image = {"type": "input_image", "image_url": "data:image/png;base64,aa"}
+    parts = [{"type": "input_text", "text": "Seen: "}, image, {"type": "input_file", "file_id": 1}]
+    [message] = chat_of(input=[{"type": kind, "call_id": "c", "output": parts}])
+    assert message["content"] == (
+        "Seen: [input_image omitted: this model reads only text]"
+        "[input_file omitted: this model reads only text]"
+    )
+
+
+@pytest.mark.peers
+def test_openai_client_knows_the_events_of_custom_tools(openai_client) -> None:
+    tool = {"type": "custom", "name": "patch", "description": "Change files."}
+    options = {**ASK, "tools": [tool], "tool_choice": {"type": "custom", "name": "patch"}}
+    events = list(openai_client.responses.create(**options, extra_body=QUIET, stream=True))
+    for event in events:
+        pydantic.TypeAdapter(type(event)).validate_python(event.model_dump())
+    [call] = events[-1].response.output
+    done = [e for e in events if e.type == "response.custom_tool_call_input.done"]
+    assert call.type == "custom_tool_call" and [each.input for each in done] == [call.input]
+
+
 def test_tools_of_other_types_are_skipped(client) -> None:
     """Codex sends them, and ends its session if they are refused."""
     tools = [{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": []}]
@@ -237,7 +260,8 @@ def test_calls_of_functions_in_a_namespace_have_it_apart(openai_client, is_strea
 def test_names_in_a_chat_are_short_and_unique() -> None:
     body = ResponsesBody.model_validate({"input": "x", "tools": [NAMESPACE, *FUNCTIONS]})
     functions = [tool.function for tool in chat_body(body, None).tools]
-    assert [each.name for each in functions] == ["mcp__sky__weather", "weather", "now"]
+    names = ["mcp__sky__weather", "mcp__sky__draw", "weather", "now"]
+    assert [each.name for each in functions] == names
     assert functions[0].description == "The sky.\nThe weather of the next days."
     joined = {ToolNames.join("space \N{SNOWMAN}" * 9, f"{'f' * 50}{i}") for i in range(9)}
     assert len(joined) == 9 and set(map(len, joined)) == {64}
@@ -248,7 +272,11 @@ def test_names_in_a_chat_are_short_and_unique() -> None:
 @pytest.mark.parametrize(
     ("allowed", "names"),
     [
-        ([{"type": "namespace", "name": "mcp__sky__"}], ["mcp__sky__weather"]),
+        (
+            [{"type": "namespace", "name": "mcp__sky__"}],
+            ["mcp__sky__weather", "mcp__sky__draw"],
+        ),
+        ([{"type": "custom", "name": "draw"}], ["mcp__sky__draw"]),
         (
             [{"type": "function", "name": "weather", "namespace": "mcp__sky__"}],
             ["mcp__sky__weather"],
@@ -262,7 +290,8 @@ def test_allowed_tools_select_functions(allowed, names) -> None:
     tools = [NAMESPACE, FUNCTIONS[1]]
     body = ResponsesBody.model_validate({"input": "x", "tools": tools, "tool_choice": choice})
     chat = chat_body(body, None)
-    assert [tool.function.name for tool in chat.tools or ()] == ["mcp__sky__weather", "now"]
+    shown = [tool.function.name for tool in chat.tools or ()]
+    assert shown == ["mcp__sky__weather", "mcp__sky__draw", "now"]
     assert isinstance(chat.tool_choice, bodies.AllowedToolChoice)
     found = chat.tool_choice.allowed_tools.tools
     assert [each.function.name for each in found] == names

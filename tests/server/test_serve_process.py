@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from paged_jax import serve
-from paged_jax.server import Settings
+from paged_jax.server import Limits, Settings
 from paged_jax.server.http_server import url_of
 from tests.support.live_server import check_error, wait_until
 from tests.support.server_process import ServerProcess
@@ -100,6 +100,7 @@ def test_hint_shows_a_request_and_the_cache_page(keys, admin_key, has_page) -> N
 def test_sigterm_finishes_streams_and_rejects_new_requests(folder) -> None:
     with serving(folder, "--grace", "3") as server:
         assert "ready: " in server.log and "4000 blocks of 16 tokens" in server.log
+        assert "(as num_blocks says)" in server.log
         # No line claims that the startup is complete before the model is ready.
         assert "startup" not in server.log and "Uvicorn" not in server.log
         wait_until(lambda: "curl" in server.log)
@@ -163,6 +164,45 @@ def stuck_clients(server: ServerProcess) -> Iterator[None]:
             connection.sendall((head + text).encode() if text else b"")
         time.sleep(0.5)
         yield
+
+
+# Open files
+
+
+@pytest.fixture
+def file_limit():
+    """Limit on open files of this process, which is restored afterwards."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield resource
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_soft_limit_of_open_files_is_raised_to_fit_all_connections(file_limit, caplog) -> None:
+    _, hard = file_limit.getrlimit(file_limit.RLIMIT_NOFILE)
+    file_limit.setrlimit(file_limit.RLIMIT_NOFILE, (700, hard))
+    limits = Limits(max_connections=800)
+    assert serve._fit_open_files(limits) is limits and not caplog.records
+    soft, now = file_limit.getrlimit(file_limit.RLIMIT_NOFILE)
+    assert 800 < soft < 1024 and now == hard
+    # A limit that is high enough is not lowered.
+    serve._fit_open_files(Limits(max_connections=10))
+    assert file_limit.getrlimit(file_limit.RLIMIT_NOFILE)[0] == soft
+
+
+@pytest.mark.parametrize(("hard", "least", "most"), [(256, 100, 200), (64, 32, 32)])
+def test_hard_limit_of_open_files_lowers_the_connections(
+    file_limit, hard, least, most, caplog, monkeypatch
+) -> None:
+    """A hard limit that was lowered cannot be restored, so this one is simulated."""
+    limits = [(50, hard)]
+    monkeypatch.setattr(serve.resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(serve.resource, "setrlimit", lambda kind, new: limits.append(new))
+    found = serve._fit_open_files(Limits(max_streams=7))
+    assert limits[-1] == (hard, hard)
+    assert least <= found.max_connections <= most and found.max_streams == 7
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and "--max-connections must be at most" in record.message
 
 
 # Errors of options

@@ -19,6 +19,7 @@ def _object(properties: Json, required: list[str], **more: Any) -> Json:
 # Schemas with nested objects, enums, unions, definitions and keywords for humans. Their texts are
 # short, because an unsure model fills the maximum length.
 _PATH = {"type": "string", "maxLength": 8}
+_GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /.{1,8}/"}
 _SHELL = _object(
     {
         "command": {
@@ -80,7 +81,7 @@ def _codex_tools() -> list[Json]:
         functions["update_plan"],
         {"type": "namespace", "name": "mcp__files", "description": "Files.", "tools": inner},
         {"type": "web_search", "external_web_access": False},
-        {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark"}},
+        {"type": "custom", "name": "patch", "format": _GRAMMAR},
         {"type": "surprise", "depth": {"levels": [1, 2]}},
     ]
 

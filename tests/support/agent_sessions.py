@@ -147,12 +147,13 @@ def run_codex_loop(server: LiveServer, model: str, *, num_required: int, **chang
     for number in range(10):
         choice = "required" if number < num_required else "none" if number == 9 else "auto"
         response = _check_response(_ask(server, "/v1/responses", {**body, "tool_choice": choice}))
-        calls = [item for item in response["output"] if item["type"] == "function_call"]
+        kinds = ("function_call", "custom_tool_call")
+        calls = [item for item in response["output"] if item["type"] in kinds]
         assert calls or choice != "required"
         if not calls or response["status"] == "incomplete":
             return number + 1
         results = [
-            {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}
+            {"type": f"{call['type']}_output", "call_id": call["call_id"], "output": "ok"}
             for call in calls
         ]
         body["input"] = [*body["input"], *response["output"], *results]

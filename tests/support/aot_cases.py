@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from paged_jax.models.config import LlamaConfig
+from paged_jax.models.config import ModelConfig
 from tests.support import ROOT
 from tests.support.decode_step import (
     LLAMA_3_8B,
@@ -223,14 +223,14 @@ _Step = TypeVar("_Step", DecodeStep, EngineStep)
 
 
 def _layers_of(
-    config: LlamaConfig,
+    config: ModelConfig,
     step: type[_Step],
     *,
     num_layers: int = 2,  # with every kernel of the complete models
     pool_gigabytes: float = 2,
     **changes,
 ) -> _Step:
-    config = dataclasses.replace(config, num_hidden_layers=num_layers)
+    config = with_layers(config, num_layers)
     return step(config, pool_gigabytes=pool_gigabytes, scan_layers=False, **changes)
 
 

@@ -33,6 +33,7 @@ import platform
 import re
 import sys
 import tempfile
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -326,7 +327,8 @@ def code_of(path: Path | str) -> str:
 
 def oldest_version() -> str:
     """Return the oldest supported version of JAX."""
-    [version] = re.findall(r'"jax>=([\d.]+)', (ROOT / "pyproject.toml").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [version] = re.findall(r"\bjax>=([\d.]+)", " ".join(project["dependencies"]))
     return version
 
 

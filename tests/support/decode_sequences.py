@@ -11,7 +11,7 @@ from paged_jax.cache import contents, paged_cache
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.kernels import Pools
-from paged_jax.models.llama import Llama
+from paged_jax.models.decoder import Decoder
 from paged_jax.runner import decode_state
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import decode_steps, verify_steps
@@ -50,13 +50,13 @@ PROMPTS = [[BOS, 5, 6, 7, 8, 9], [BOS, 20, 3], [BOS], [BOS, 4, 11, 4, 30, 12, 9]
 
 RUN = jax.jit(decode_steps, donate_argnames="state", static_argnames=("max_steps", "num_top"))
 VERIFY = jax.jit(verify_steps, donate_argnames="state", static_argnames="num_top")
-PREFILL = jax.jit(Llama.prefill, donate_argnames="cache")
+PREFILL = jax.jit(Decoder.prefill, donate_argnames="cache")
 FORK = jax.jit(paged_cache.fork, donate_argnames="cache")
 RESERVE = jax.jit(
     functools.partial(paged_cache.reserve, max_tokens=WIDTH * C), donate_argnames="cache"
 )
 RELEASE = jax.jit(paged_cache.release, donate_argnames="cache")
-PLAIN = jax.jit(Llama.__call__)
+PLAIN = jax.jit(Decoder.__call__)
 SAMPLE = jax.jit(sample)
 
 
@@ -92,7 +92,7 @@ def empty_cache(model) -> PagedCache:
     return model.create_cache(num_slots=S, max_length=WIDTH * C, num_blocks=P, block_size=C)
 
 
-def start(model: Llama, sequences: list[Sequence]) -> DecodeState:
+def start(model: Decoder, sequences: list[Sequence]) -> DecodeState:
     """Return a state with each sequence in its slot; unwritten tokens in the pools are NaN."""
     cache = empty_cache(model)
     nan = jnp.full_like(cache.k, jnp.nan)
@@ -120,7 +120,7 @@ def drawn(tokens) -> list[list[int]]:
     return [tokens.token_ids[:n, row].tolist() for row, n in enumerate(tokens.num_new.tolist())]
 
 
-def expected(model: Llama, sequence: Sequence, num_tokens=N) -> list[int]:
+def expected(model: Decoder, sequence: Sequence, num_tokens=N) -> list[int]:
     """Draw tokens in a loop on the host, from the plain forward over the whole sequence."""
     state = write_slot(
         SlotSampling.create(1, V),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from paged_jax import Llama, PagedCache
-from paged_jax.models.config import LlamaConfig
+from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import decode_steps
 from tests.support.kernel_cases import lower

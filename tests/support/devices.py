@@ -72,11 +72,12 @@ class _Receiver:
             return None
         hook = item.ihook
         hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        items = item.session.items[item.session.items.index(item) :]
+        later = [each for each in items if each.path == item.path and _needs_devices(each)]
         if self._process is None:
-            items = item.session.items
-            later = (x for x in items[items.index(item) :] if x.path == item.path)
-            self._process = _Process(self._config, list(filter(_needs_devices, later)))
-        is_last = nextitem is None or nextitem.path != item.path
+            self._process = _Process(self._config, later)
+        # Tests of the file that need no devices may follow.
+        is_last = nextitem is None or later == [item]
         for report in self._process.reports_of(item):
             if report.when == "teardown" and (is_last or self._process.has_ended):
                 report.user_properties.append(("cpu_seconds", self._end(item)))

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from paged_jax import Llama
 from paged_jax.engine.memory_plan import MemoryPlan
-from paged_jax.models.config import LlamaConfig
+from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading.parameters import named_arrays
 from paged_jax.models.paged_model import create_cache
 from paged_jax.models.tensor_parallel import TensorParallel, widen_config

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from paged_jax.kernels.gpu_device import GpuInfo
 from paged_jax.kernels.linear import Weight
 from paged_jax.kernels.weight_formats import WeightFormat
-from paged_jax.models.mlp import ExpertWeights, apply_experts, route
+from paged_jax.models.parts.experts import ExpertWeights, apply_experts, route
 from tests.support.kernel_cases import H200, lower
 from tests.support.weights import weight_shapes
 

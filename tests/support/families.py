@@ -830,7 +830,8 @@ def describe(model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
             for name in sorted(file.keys()):
                 part = file.get_slice(name)
                 # Norms begin with 1 or, in Gemma, with 0, and scalars of layers with 1.
-                has_offset = "norm" in name or "layer_scalar" in name
+                module = ".".join(name.split(".")[-2:])
+                has_offset = "norm" in module or "layer_scalar" in module
                 offset = float(np.mean(file.get_tensor(name))) if has_offset else 0.0
                 assert offset in (0, 1) or not name.endswith("norm.weight"), name
                 tensors[name] = Tensor(tuple(part.get_shape()), part.get_dtype(), offset)

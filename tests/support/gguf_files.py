@@ -9,8 +9,9 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file
 
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.llama import Llama
+from paged_jax.models.config import ModelConfig
+from paged_jax.models.decoder import Decoder
+from paged_jax.models.parts.mlp import Dense
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -81,32 +82,36 @@ def random_rows(kind: str, num_rows: int, num_blocks: int = 3) -> np.ndarray:
     return data.reshape(num_rows, -1)
 
 
-def metadata_of(config: LlamaConfig, architecture: str, **others: Any) -> dict[str, Any]:
+def metadata_of(config: ModelConfig, architecture: str, **others: Any) -> dict[str, Any]:
     """Return the entries of a model, without those that `others` maps to None."""
+    experts = config.layers[0].experts
+    mlp = experts or config.layers[0].get(Dense)
+    # In layers with a window, the base of the rotary frequencies may be smaller.
+    rope = max(filter(None, config.ropes), key=lambda rope: rope.theta)
     entries = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": mlp.features,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.freq_base": config.rope_theta,
-        "rope.dimension_count": int(config.head_dim * config.partial_rotary_factor),
+        "attention.layer_norm_rms_epsilon": config.norm.eps,
+        "rope.freq_base": rope.theta,
+        "rope.dimension_count": rope.rotary_dim,
     } | others
-    if config.num_experts:
+    if experts is not None:
         entries |= {
-            "expert_count": config.num_experts,
-            "expert_used_count": config.num_experts_per_tok,
-            "expert_feed_forward_length": config.moe_intermediate_size,
+            "expert_count": experts.num_experts,
+            "expert_used_count": experts.num_chosen,
+            "expert_feed_forward_length": experts.features,
         }
     metadata = {f"{architecture}.{key}": each for key, each in entries.items() if each is not None}
     return {"general.architecture": architecture, **metadata}
 
 
-def tensors_of(model: Llama, architecture: str, folder: Path) -> dict[str, np.ndarray]:
+def tensors_of(model: Decoder, architecture: str, folder: Path) -> dict[str, np.ndarray]:
     """Return the tensors of a model as llama.cpp's converter names and changes them.
 
     Args:
@@ -123,8 +128,8 @@ def tensors_of(model: Llama, architecture: str, folder: Path) -> dict[str, np.nd
     for name, tensor in sorted(load_file(folder / "model.safetensors").items(), key=_by_expert):
         if architecture == "llama":
             tensor = _rotate_in_pairs(config, name, tensor)
-        if config.norm_offset and name.endswith("norm.weight"):
-            tensor = tensor + np.float32(config.norm_offset)
+        if config.norm.offset and name.endswith("norm.weight"):
+            tensor = tensor + np.float32(config.norm.offset)
         if architecture == "gpt-oss" and ".mlp.experts." in name:
             tensors |= _separate(name, tensor)
             continue
@@ -159,7 +164,7 @@ def _gguf_name(names: gguf.TensorNameMap, name: str) -> str:
     return found if name.endswith((".weight", ".bias")) else found + ".weight"  # attn_sinks
 
 
-def _rotate_in_pairs(config: LlamaConfig, name: str, tensor: np.ndarray) -> np.ndarray:
+def _rotate_in_pairs(config: ModelConfig, name: str, tensor: np.ndarray) -> np.ndarray:
     for kind, heads in (
         ("q_proj", config.num_attention_heads),
         ("k_proj", config.num_key_value_heads),

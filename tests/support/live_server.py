@@ -56,7 +56,8 @@ class LiveServer:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.signal()
+        if self._thread.is_alive():
+            self.signal()
         self._thread.join(30)
         assert not self._thread.is_alive()
 

@@ -1,8 +1,7 @@
 """Models with different kinds of layers, from their config.json, without weights."""
 
-import dataclasses
-
-from paged_jax.models.config import LlamaConfig
+from paged_jax.models.config import ModelConfig
+from paged_jax.models.llama_config import LlamaConfig
 
 GEMMA_3_27B = LlamaConfig.from_dict(
     {
@@ -137,18 +136,14 @@ QWEN_3_5_35B = LlamaConfig.from_dict(
 )
 
 
-def with_layers(config: LlamaConfig, num_layers: int) -> LlamaConfig:
+def with_layers(config: ModelConfig, num_layers: int) -> ModelConfig:
     """Return the first layers of a model."""
-    kinds, mlp_kinds = config.layer_types[:num_layers], config.mlp_layer_types[:num_layers]
-    return dataclasses.replace(
-        config, num_hidden_layers=num_layers, layer_types=kinds, mlp_layer_types=mlp_kinds
-    )
+    return config.replace(layers=config.layers[:num_layers])
 
 
-def with_one_of_each(config: LlamaConfig) -> LlamaConfig:
+def with_one_of_each(config: ModelConfig) -> ModelConfig:
     """Return a model with one layer of each kind, which has every kernel of the whole model."""
-    kinds = tuple(sorted(set(config.layer_types)))
-    return dataclasses.replace(config, num_hidden_layers=len(kinds), layer_types=kinds)
+    return config.replace(layers=tuple(dict.fromkeys(config.layers)))
 
 
 # The defaults of OlmoHybridConfig in transformers.
@@ -170,7 +165,7 @@ OLMO_HYBRID_7B = LlamaConfig.from_dict(
 # larger than all other temporary memory.
 _SMALL = {"vocab_size": 32768, "torch_dtype": "bfloat16"}
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
-RECURRENT: dict[str, LlamaConfig] = {
+RECURRENT: dict[str, ModelConfig] = {
     "Qwen3.5 27B": LlamaConfig.from_dict(
         {
             **_SMALL,

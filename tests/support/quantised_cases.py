@@ -13,6 +13,7 @@ from paged_jax.kernels.gpu_device import GpuInfo
 from paged_jax.kernels.linear import linear
 from paged_jax.kernels.weight_formats import WeightFormat
 from paged_jax.models.matrix_formats import MatrixFormats
+from paged_jax.models.parts.mlp import Dense
 from tests.support.decode_step import DecodeStep
 from tests.support.kernel_cases import H200, lower
 from tests.support.weights import weight_shapes
@@ -96,7 +97,8 @@ class QuantisedStep(DecodeStep):
 
     def _shapes(self) -> list[tuple[int, int]]:
         config = self.config
-        E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
+        features = config.layers[0].get(Dense).features
+        E, F, D = config.hidden_size, features, config.head_dim
         heads = config.num_attention_heads
         qkv = (heads + 2 * config.num_key_value_heads) * D
         return [(qkv, E), (E, heads * D), (2 * F, E), (E, F)]

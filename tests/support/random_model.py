@@ -7,21 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.llama import Llama
+from paged_jax.models.decoder import Decoder
+from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.matrix_formats import SCALE
 
 
-def random_llama(config: LlamaConfig, *, scale: float = 0.2, **options: Any) -> Llama:
+def random_llama(config: LlamaConfig, *, scale: float = 0.2, **options: Any) -> Decoder:
     """Create a model with random weights, including norms and biases (1 and 0 would hide errors).
 
     Args:
       config: configuration of the model.
       scale: standard deviation of the weights; with 0.4 the next token depends on all previous
         tokens.
-      options: options of `Llama`, without `rngs`.
+      options: options of `Decoder`, without `rngs`.
     """
-    abstract = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0), **options))
+    abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **options))
     graphdef, state = nnx.split(abstract)
     rng = np.random.default_rng(0)
 

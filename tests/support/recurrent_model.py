@@ -10,7 +10,8 @@ from flax import nnx
 from jax import lax
 
 from paged_jax import Heads, LlamaConfig
-from paged_jax.models.layer_attention import Attend, Carry, Recurrence, causal_attention
+from paged_jax.models.causal_attention import causal_attention
+from paged_jax.models.layer_attention import Attend, Carry, Recurrence
 from paged_jax.models.layer_groups import KVShape, StateShape
 from paged_jax.models.paged_model import PagedModel
 

@@ -123,6 +123,11 @@ def _stored() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         return json.loads((FOLDER / JSON_NAME).read_text()), dict(arrays)
 
 
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries that computed the stored values."""
+    return {name: _stored()[0][name] for name in ("transformers", "torch")}
+
+
 def names() -> list[str]:
     """Return the names of all stored models."""
     return list(_stored()[0]["models"])
@@ -136,6 +141,10 @@ def array(key: str) -> np.ndarray:
 def stored(name: str) -> Reference:
     """Return the stored model of a name."""
     fields, arrays = _stored()
+    if name not in fields["models"]:
+        raise KeyError(
+            f"{name} has no stored values: run python -m tests.support.write_references families"
+        )
     model = fields["models"][name]
     answers = arrays.get(f"{name}: answers", ())
     return Reference(

@@ -11,9 +11,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from paged_jax import Engine, SamplingParams
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.layer_attention import Heads, Recurrence, causal_attention
-from paged_jax.models.llama import Llama
+from paged_jax.models.causal_attention import causal_attention
+from paged_jax.models.decoder import Decoder
+from paged_jax.models.layer_attention import Heads, Recurrence
+from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading.parameters import named_arrays
 from paged_jax.models.tensor_parallel import TensorParallel
 from paged_jax.runner.programs import list_calls
@@ -38,10 +39,10 @@ PAIR = SamplingParams(temperature=1, seed=3, n=2, max_tokens=14, ignore_eos=True
 PROMPTS = [[0, *range(5, 22)], [0, *range(5, 15), 7, 8]]
 
 
-def make_model(*, scan_layers: bool = False, seed: int = 1, **changes: Any) -> Llama:
+def make_model(*, scan_layers: bool = False, seed: int = 1, **changes: Any) -> Decoder:
     """Create a model with next tokens that depend on all previous tokens."""
     config = dataclasses.replace(CONFIG, **changes)
-    model = Llama(config, scan_layers=scan_layers, rngs=nnx.Rngs(0))
+    model = Decoder(config, scan_layers=scan_layers, rngs=nnx.Rngs(0))
     leaves, treedef = jax.tree.flatten(nnx.state(model))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     noise = [0.3 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)]
@@ -50,7 +51,7 @@ def make_model(*, scan_layers: bool = False, seed: int = 1, **changes: Any) -> L
     return model
 
 
-def logits(model: Llama, tokens: jax.Array) -> jax.Array:
+def logits(model: Decoder, tokens: jax.Array) -> jax.Array:
     """Return the logits f32[T, V] of a sequence i32[T], computed without a cache."""
     attend = causal_attention(model.config)
 
@@ -59,18 +60,18 @@ def logits(model: Llama, tokens: jax.Array) -> jax.Array:
             row = inputs._replace(inputs=tuple(x[None] for x in inputs.inputs))
         else:
             heads = (x[None] for x in inputs.split())
-            row = Heads(*heads, inputs.sm_scale, inputs.soft_cap, inputs.sinks, inputs.value_dim)
+            row = Heads(*heads, inputs.scale, inputs.soft_cap, inputs.sinks, inputs.value_dim)
         return attend(index, row, ())[0][0], carry
 
     positions = jnp.arange(len(tokens), dtype=jnp.int32)
     return model.logits(model.hidden_states(tokens, positions, attend_to_sequence, ())[0])
 
 
-_FORWARD = jax.jit(Llama.__call__)
+_FORWARD = jax.jit(Decoder.__call__)
 
 
 def greedy_tokens(
-    model: Llama, prompt: list[int], num_tokens: int
+    model: Decoder, prompt: list[int], num_tokens: int
 ) -> tuple[list[int], list[np.ndarray]]:
     """Return the most probable tokens after a prompt, and the log-probabilities f32[V] of each.
 
@@ -86,7 +87,7 @@ def greedy_tokens(
     return token_ids[len(prompt) : len(prompt) + num_tokens].tolist(), rows
 
 
-def divided_logits(model: Llama, num_devices: int, tokens: jax.Array) -> tuple[jax.Array, int]:
+def divided_logits(model: Decoder, num_devices: int, tokens: jax.Array) -> tuple[jax.Array, int]:
     """Return the logits of a model that is divided over devices, and the number of all-reduces.
 
     Check too that changing the layout of each parameter and back does not change its values.

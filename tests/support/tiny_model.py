@@ -10,8 +10,8 @@ import tokenizers
 from flax import nnx
 from tokenizers import decoders, processors
 
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.llama import Llama
+from paged_jax.models.decoder import Decoder
+from paged_jax.models.llama_config import LlamaConfig
 
 BOS, EOS = 0, 1
 # Merged pairs make some tokens longer than a letter.
@@ -67,8 +67,8 @@ def save_tokenizer_for_forms(tiny_folder: Path, folder: Path) -> Path:
 
 
 @functools.cache
-def _model() -> Llama:
-    model = Llama(CONFIG, rngs=nnx.Rngs(0))
+def _model() -> Decoder:
+    model = Decoder(CONFIG, rngs=nnx.Rngs(0))
     # Far from zero, so that the next token depends on all previous tokens.
     leaves, treedef = jax.tree.flatten(nnx.state(model))
     keys = jax.random.split(jax.random.key(1), len(leaves))

@@ -26,7 +26,9 @@ ALLOWED_SKIPS = {
         "XLA computes these ops without a compiler; .ci/run requires one"
     ),
     "there is a device for a kernel|there is one": "the test needs a machine without a GPU",
-    "Chromium is missing|nginx is missing": "pip cannot install them; .ci/run requires them",
+    "(Chromium|nginx|clang\\+\\+|g\\+\\+) is missing": (
+        "pip cannot install them; .ci/run requires them"
+    ),
     "no Docker here": "the test only parses the file where no Docker is installed",
     "the extra tunix is not installed": "it needs other versions; .ci/run installs them",
     "no llama-cpp-python|compressed_tensors is missing": "pip would change other packages",

@@ -15,7 +15,7 @@ import functools
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +29,11 @@ from paged_jax.kernels.backend import (
     DeltaStep,
     Options,
     Pages,
+    Pools,
     Problem,
     RaggedArgs,
     RaggedOptions,
+    RopeWriteArgs,
     StateStep,
     state_shape,
 )
@@ -49,6 +51,8 @@ from paged_jax.kernels.cpu.kernels import (
 )
 from paged_jax.kernels.cpu.library import Arrays, Attributes, PlainFunction, call, load
 from paged_jax.kernels.dispatch import general_backend
+from paged_jax.kernels.exact import round_to
+from paged_jax.kernels.norm_rope import rope_then_write
 from paged_jax.kernels.ragged_chunks import attend_in_parts
 from paged_jax.kernels.weight_formats import CODES, Weight, WeightArrays, num_bits
 from paged_jax.kernels.weight_packing import INTERLEAVED_ROWS, PACKED_INPUTS, SECTION_INPUTS
@@ -86,9 +90,19 @@ def _attention_refusal(problem: Problem) -> str | None:
     return None
 
 
-@functools.partial(jax.jit, static_argnames="options")
-def _attend(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-    """Run a decode by `source/decode.cc`, or a prefill by `source/prefill.cc`."""
+def _attention_op(problem: Problem) -> Literal["decode", "prefill"]:
+    """Return the kernel for an attention op. Ragged batches use the kernel of a decode."""
+    return "prefill" if problem.op == "prefill" else "decode"
+
+
+@functools.partial(jax.jit, static_argnames=("options", "is_exact"))
+def _attend(
+    args: AttentionArgs, options: Options, is_exact: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Run a decode by `source/decode.cc`, or a prefill by `source/prefill.cc`.
+
+    If `is_exact` is set, a prefill gives the bits of a decode.
+    """
     pools, sinks = args.pools, args.sinks
     is_interleaved = isinstance(pools, Pages)
     keys = pools.kv if isinstance(pools, Pages) else pools.k
@@ -109,6 +123,8 @@ def _attend(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array
         pools.shares_values,
         has_bfloat16_queries=args.q.dtype == jnp.bfloat16,
     )
+    if is_exact and args.op == "prefill":
+        attributes["is_exact"] = np.int32(1)
     out, lse = call(
         Kernel(args.op, pools.dtype),
         tuple(operands),
@@ -117,7 +133,10 @@ def _attend(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array
         attributes=tuple(attributes.items()),
         options=dataclasses.replace(options, value_scale=1.0),
     )
-    return (out * options.value_scale).astype(args.q.dtype), lse
+    out = out * options.value_scale
+    # XLA might remove a cast to bfloat16 and back in one program, and not in another.
+    out = round_to(out, args.q.dtype) if is_exact else out
+    return out.astype(args.q.dtype), lse
 
 
 def _quantised_kernel(w: Weight) -> Kernel:
@@ -421,19 +440,29 @@ def _plain_step(step: StateStep) -> tuple[jax.Array, jax.Array]:
 
 
 @dataclass(frozen=True)
-class Cpu:
-    """The backend ``"cpu"``. XLA does the writes and the copies of blocks."""
+class _CpuKernels:
+    """The kernels that `Cpu` and `CpuExact` have in common."""
 
     platform: ClassVar[str | None] = "cpu"
 
     refusal = staticmethod(_attention_refusal)
-    attend = staticmethod(_attend)
     linear = staticmethod(_linear)
     sum_rows = staticmethod(_sum_rows)
     grouped_linear = staticmethod(_grouped_linear)
     grouped_linear_refusal = staticmethod(_grouped_linear_refusal)
     advance_rows_refusal = staticmethod(_state_refusal)
     advance_rows = staticmethod(_advance_rows)
+
+    def unavailable(self, problem: Problem) -> str | None:
+        """Compile the kernel for a call; return why that failed, or None if it succeeded."""
+        return load(Kernel(_attention_op(problem), jnp.dtype(problem.pool_dtype))).why_not
+
+
+@dataclass(frozen=True)
+class Cpu(_CpuKernels):
+    """The backend ``"cpu"``. XLA does the writes and the copies of blocks."""
+
+    attend = staticmethod(_attend)
     set_rows = staticmethod(_set_rows)
     sets_rows_in_place = staticmethod(_sets_rows_in_place)
     zeros = staticmethod(_zeros)
@@ -445,11 +474,6 @@ class Cpu:
     find_targets = staticmethod(library.find_targets)
     processor = staticmethod(library.processor)
     is_any_missing = staticmethod(library.is_any_missing)
-
-    def unavailable(self, problem: Problem) -> str | None:
-        """Compile the kernel for a call; return why that failed, or None if it succeeded."""
-        op = "prefill" if problem.op == "prefill" else "decode"
-        return load(Kernel(op, jnp.dtype(problem.pool_dtype))).why_not
 
     def load_soon(self, codes: Collection[str], dtype: DTypeLike) -> None:
         """Start to compile the kernels of `list_kernels` in background threads."""
@@ -468,6 +492,41 @@ class Cpu:
             functools.partial(general_backend().attend_to_chunks, options=options),
             args,
         )
+
+
+def _rope_write_exactly(args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
+    """Run `paged_rope_write` with the sums of `_sum_rows`; XLA writes into the pools."""
+    return rope_then_write(general_backend().write, args, options, backend="cpu_exact")
+
+
+@dataclass(frozen=True)
+class CpuExact(_CpuKernels):
+    """The backend ``"cpu_exact"``: each row has the same bits in any program and batch.
+
+    A prompt gives the same results as its tokens one after the other, and all sums over rows are
+    those of the kernel. If a kernel cannot be compiled, the results are those of XLA, which depend
+    on shapes, so callers check `unavailable_for` first.
+    """
+
+    is_exact: ClassVar[bool] = True
+
+    attend = staticmethod(functools.partial(_attend, is_exact=True))
+    rope_write = staticmethod(_rope_write_exactly)
+
+    def unavailable_for(
+        self, codes: Collection[str], dtype: DTypeLike, pool_dtype: DTypeLike
+    ) -> str | None:
+        """Compile the kernels for a model; return why they cannot be used, or None if they can.
+
+        Args:
+          codes: codes of the model's matrices, see `WeightFormat`.
+          dtype: float dtype of the model.
+          pool_dtype: dtype of the cache.
+        """
+        kernels = [Kernel("linear", jnp.dtype(jnp.float32))]
+        kernels += [matmul_kernel(code, dtype) for code in codes]
+        kernels += [Kernel(op, jnp.dtype(pool_dtype)) for op in ("decode", "prefill")]
+        return next((why for why in (load(each).why_not for each in kernels) if why), None)
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ from paged_jax.kernels.mosaic_gpu.launch import (
     AttentionInputs,
     GpuInstructions,
     attention_refusal,
+    compute_tanh,
     launch,
     plgpu,
 )
@@ -390,10 +391,8 @@ def _scale(scores: jax.Array, options: Options) -> jax.Array:
     """Apply the scale and the soft cap to scores, and multiply the result by log2(e)."""
     if options.soft_cap is None:
         return scores * np.float32(options.scale / math.log(2))
-    # Compute tanh(x) as 1 - 2 / (exp(2 * x) + 1), because the GPU's instruction for tanh is less
-    # precise.
-    squared = jnp.exp2(scores * np.float32(2 * options.scale / (options.soft_cap * math.log(2))))
-    return np.float32(options.soft_cap / math.log(2)) * (1 - 2 / (squared + 1))
+    capped = compute_tanh(scores * np.float32(options.scale / options.soft_cap))
+    return np.float32(options.soft_cap / math.log(2)) * capped
 
 
 def _weigh(softmax: _WeightedSum, scores: jax.Array) -> tuple[_WeightedSum, jax.Array]:

@@ -11,11 +11,13 @@ The simulator (`plgpu.InterpretGPUParams`) runs on CPUs. It simulates shared mem
 bulk copies, and can detect races. It runs one thread block after another.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels.backend import Interpret, Problem
@@ -276,6 +278,20 @@ def widen(x: jax.Array, dtype: Any) -> jax.Array:
     near = jnp.bfloat16 if x.dtype == jnp.int8 else jnp.float16
     x = x.astype(near)
     return x if dtype == near else x.astype(jnp.float32).astype(dtype)
+
+
+def compute_tanh(x: jax.Array) -> jax.Array:
+    """Compute tanh in f32; the GPU's instruction for it is less precise.
+
+    Near 0, ``1 - 2 / (exp(2 * x) + 1)`` would cancel, so the result is an odd polynomial there,
+    whose coefficients minimise the largest relative error.
+    """
+    square = x * x
+    factor = square * np.float32(1.724149095e-2) - np.float32(5.304549400e-2)
+    for coefficient in (1.332587895e-1, -3.333314390e-1):
+        factor = factor * square + np.float32(coefficient)
+    far = 1 - 2 / (jnp.exp2(x * np.float32(2 / math.log(2))) + 1)
+    return jnp.where(square < 0.25, factor * square * x + x, far)
 
 
 class AttentionInputs(NamedTuple):

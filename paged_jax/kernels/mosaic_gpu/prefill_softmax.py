@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from paged_jax.kernels.backend import Options
-from paged_jax.kernels.mosaic_gpu.launch import plgpu
+from paged_jax.kernels.mosaic_gpu.launch import compute_tanh, plgpu
 from paged_jax.kernels.mosaic_gpu.query_tiles import ROWS, PrefillSizes
 
 # Initial peak (largest score so far) of the softmax. If it were -inf, ``peak - new_peak`` would be
@@ -71,10 +71,8 @@ def scale_scores(scores: jax.Array, options: Options) -> tuple[jax.Array, float]
     The product is the scaled and capped score times log2(e).
     """
     if options.soft_cap is not None:
-        # Compute tanh(x) as 1 - 2 / (exp(2 * x) + 1), because the GPU's instruction for tanh is
-        # less precise.
-        factor = np.float32(2 * options.scale / (options.soft_cap * math.log(2)))
-        return 1 - 2 / (jnp.exp2(scores * factor) + 1), options.soft_cap / math.log(2)
+        scores = compute_tanh(scores * np.float32(options.scale / options.soft_cap))
+        return scores, options.soft_cap / math.log(2)
     unit = options.scale / math.log(2)
     # The factor must be positive, so that the order of the scores does not change.
     return (scores, unit) if unit > 0 else (scores * np.float32(unit), 1.0)

@@ -51,7 +51,7 @@ _MAX_SEQUENCES = 16
 # Score of masked tokens, and initial peak (largest score so far). It is finite, because -inf -
 # (-inf) would make exp(score - peak) NaN in rows without tokens. `_fold` sets the weights of masked
 # tokens to 0.
-_LOWEST = float(np.finfo(np.float32).min)
+LOWEST = float(np.finfo(np.float32).min)
 
 
 @functools.partial(jax.jit, static_argnames="options")
@@ -98,9 +98,9 @@ def decode(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]
     limit = jnp.max(batch.num_tiles)
     zero = jnp.zeros((), limit.dtype)
     sinks = None if args.sinks is None else args.sinks.reshape(1, K, H // K)
-    empty = _start_softmax(batch.q_BKGD.shape[:-1], U, sinks)
+    empty = start_softmax(batch.q_BKGD.shape[:-1], U, sinks)
     *_, softmax = lax.while_loop(lambda state: state[0] < limit, step, (zero, zero, empty))
-    out, lse = _finish(softmax, options.value_scale)
+    out, lse = finish_softmax(softmax, options.value_scale)
     out, lse = out.reshape(padded, H, U), lse.reshape(padded, H)
     if B > rows:
         places = jnp.argsort(order)
@@ -289,9 +289,9 @@ def _attend_to_tile(
     sinks_KR = None
     if args.sinks is not None:
         sinks_KR = jnp.tile(args.sinks.reshape(K, G), (1, queries))
-    empty = _start_softmax((K, R), U, sinks_KR)
+    empty = start_softmax((K, R), U, sinks_KR)
     softmax = lax.fori_loop(begin // tile, _ceil_div(end, tile), step, empty)
-    return _finish(softmax, options.value_scale)
+    return finish_softmax(softmax, options.value_scale)
 
 
 def _queries_in_tile(num_queries: int, num_heads: int, head_dim: int) -> int:
@@ -365,7 +365,7 @@ def _gather_blocks(
     return k, None if pools.v is None else take_scaled(pools.v, pools.v_scale, sizes[1])
 
 
-class _RunningSoftmax(NamedTuple):
+class RunningSoftmax(NamedTuple):
     """State of the online softmax over the tokens so far. R query rows read each KV head.
 
     Attributes:
@@ -379,28 +379,26 @@ class _RunningSoftmax(NamedTuple):
     out: jax.Array
 
 
-def _start_softmax(
-    rows: tuple[int, ...], value_dim: int, sinks: jax.Array | None
-) -> _RunningSoftmax:
+def start_softmax(rows: tuple[int, ...], value_dim: int, sinks: jax.Array | None) -> RunningSoftmax:
     """Return the state before the first token. `rows` is the shape ``[..., K, R]``."""
     out = jnp.zeros((*rows, value_dim), jnp.float32)
     if sinks is None:
-        peak = jnp.full(rows, _LOWEST, jnp.float32)
-        return _RunningSoftmax(peak, jnp.zeros(rows, jnp.float32), out)
-    peak = jnp.broadcast_to(jnp.maximum(sinks.astype(jnp.float32), _LOWEST), rows)
+        peak = jnp.full(rows, LOWEST, jnp.float32)
+        return RunningSoftmax(peak, jnp.zeros(rows, jnp.float32), out)
+    peak = jnp.broadcast_to(jnp.maximum(sinks.astype(jnp.float32), LOWEST), rows)
     total = (sinks > -jnp.inf).astype(jnp.float32)  # a sink of -inf has a weight of 0
-    return _RunningSoftmax(peak, jnp.broadcast_to(total, rows), out)
+    return RunningSoftmax(peak, jnp.broadcast_to(total, rows), out)
 
 
 def _fold(
-    softmax: _RunningSoftmax,
+    softmax: RunningSoftmax,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     seen: jax.Array,
     valid: jax.Array,
     soft_cap: float | None,
-) -> _RunningSoftmax:
+) -> RunningSoftmax:
     """Add a tile of N tokens to a softmax.
 
     Args:
@@ -415,13 +413,13 @@ def _fold(
     scores = jnp.einsum("...rd,...nd->...rn", q, k, precision="highest")
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    scores = jnp.where(seen, scores, _LOWEST)
+    scores = jnp.where(seen, scores, LOWEST)
     peak = jnp.maximum(softmax.peak, jnp.max(scores, axis=-1))
     weights = jnp.where(seen, jnp.exp(scores - peak[..., None]), 0.0)
     rescale = jnp.exp(softmax.peak - peak)
     # Values of tokens that are not valid may be NaN. Set them to 0, because 0 * NaN is NaN.
     v = jnp.where(valid[..., None], v, 0.0)
-    return _RunningSoftmax(
+    return RunningSoftmax(
         peak,
         softmax.total * rescale + jnp.sum(weights, axis=-1),
         softmax.out * rescale[..., None]
@@ -429,7 +427,7 @@ def _fold(
     )
 
 
-def _finish(softmax: _RunningSoftmax, value_scale: float) -> tuple[jax.Array, jax.Array]:
+def finish_softmax(softmax: RunningSoftmax, value_scale: float) -> tuple[jax.Array, jax.Array]:
     """Return the output and the log-sum-exp, which are 0 and -inf in rows without tokens."""
     is_empty = softmax.total == 0
     total = jnp.where(is_empty, 1.0, softmax.total)

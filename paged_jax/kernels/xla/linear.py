@@ -226,7 +226,7 @@ def _multiply_groups(
         group = jnp.sum(tile_ends <= index, dtype=jnp.int32)
         first = begins[group] + (index - tile_ends[group] + num_tiles[group]) * tile
         start = jnp.minimum(first, R - tile)  # the last tile ends at the last row
-        weight = _as_floats(w, group)
+        weight = floats_of_group(w, group)
         new = _contract(lax.dynamic_slice_in_dim(x, start, tile), weight, contracted)
         old = lax.dynamic_slice_in_dim(out, start, tile)
         rows = start + jnp.arange(tile, dtype=jnp.int32)
@@ -244,7 +244,7 @@ def _round_inputs(x: jax.Array, w: Weight) -> jax.Array:
     return x.astype(w.dtype).astype(jnp.float32)
 
 
-def _as_floats(w: Weight, group: jax.Array) -> jax.Array:
+def floats_of_group(w: Weight, group: jax.Array) -> jax.Array:
     """Return the weight of one group, ``[out, in]``, as float32 if it is quantised."""
     if w.scales is None:
         return lax.dynamic_index_in_dim(w.values, group, keepdims=False)

@@ -15,15 +15,15 @@ from collections.abc import Iterable, Mapping
 import jax
 import jax.numpy as jnp
 
-from paged_jax.models.config import LlamaConfig
+from paged_jax.models.config import ModelConfig
 from paged_jax.models.loading.parameters import WeightsError
-from paged_jax.models.loading.stored_tensors import TensorMapping
 from paged_jax.models.loading.tensor_map import (
     EMBEDDINGS,
     HEAD,
     map_to_available,
     standard_name,
 )
+from paged_jax.models.tensor_mapping import TensorMapping
 
 # Maps the name of each array in another definition of the model (such as a trainer's) to the name
 # of the Hugging Face tensor that the array holds. If the axes of the array must be permuted, the
@@ -56,7 +56,7 @@ class TensorSource:
 
 def find_sources(
     function: str,
-    config: LlamaConfig,
+    config: ModelConfig,
     names: Iterable[str],
     shapes: Mapping[str, tuple[int, ...]],
     rules: NameMap,
@@ -115,7 +115,7 @@ def find_sources(
 
 
 def assemble(
-    config: LlamaConfig,
+    config: ModelConfig,
     name: str,
     arrays: Mapping[str, jax.Array],
     sources: Mapping[str, TensorSource],
@@ -145,7 +145,7 @@ def _join(boxes: list[tuple[TensorMapping, jax.Array]], axis: int = 0) -> jax.Ar
 
 
 def _sources_of(
-    name: str, rules: NameMap, config: LlamaConfig
+    name: str, rules: NameMap, config: ModelConfig
 ) -> Iterable[tuple[str, TensorSource]]:
     """Return the Hugging Face tensors that the array `name` holds, with their sources.
 

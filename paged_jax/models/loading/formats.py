@@ -20,11 +20,12 @@ from paged_jax.kernels.linear import (
 )
 from paged_jax.kernels.weight_formats import WeightFormat, common_format, divide_groups
 from paged_jax.kernels.weight_packing import PACKED_INPUTS
-from paged_jax.models.config import LlamaConfig
+from paged_jax.models.config import ModelConfig
 from paged_jax.models.loading.parameters import ModelSpec
-from paged_jax.models.loading.stored_tensors import StoredTensor, TensorMapping
+from paged_jax.models.loading.stored_tensors import StoredTensor
 from paged_jax.models.matrices import Sharding
 from paged_jax.models.matrix_formats import DTYPE_FORMATS, MatrixFormats, fits, is_matrix, name_of
+from paged_jax.models.tensor_mapping import TensorMapping
 from paged_jax.models.tensor_parallel import divides_inputs
 
 # Tensors of the files by name.
@@ -82,7 +83,7 @@ def fit_format(format: WeightFormat, num_inputs: int, num_parts: int) -> WeightF
     return format
 
 
-def find_devices(config: LlamaConfig, sharding: Sharding) -> set[Any]:
+def find_devices(config: ModelConfig, sharding: Sharding) -> set[Any]:
     """Return the devices that a sharding places the embeddings on; the default device for None."""
     if callable(sharding):
         sharding = sharding("embed_tokens", (config.vocab_size, config.hidden_size))
@@ -91,7 +92,7 @@ def find_devices(config: LlamaConfig, sharding: Sharding) -> set[Any]:
     return placement.device_set
 
 
-def can_keep_compact(config: LlamaConfig, sharding: Sharding) -> bool:
+def can_keep_compact(config: ModelConfig, sharding: Sharding) -> bool:
     """Return the result of `keeps_compact` for the devices of a sharding, see `find_devices`."""
     devices = find_devices(config, sharding)
     return keeps_compact(next(iter(devices)).platform, len(devices))
@@ -161,7 +162,7 @@ def choose_formats(
             if num_devices is None:
                 num_parts = _num_parts(spec, name, shape)
             else:
-                num_parts = num_devices if divides_inputs(name) else 1
+                num_parts = num_devices if divides_inputs(config, name) else 1
             if not is_kept and not fits(format, shape[-1] // num_parts):
                 format = DTYPE_FORMATS["int8"]
             format = fit_format(format, shape[-1], num_parts)

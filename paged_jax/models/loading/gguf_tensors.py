@@ -33,7 +33,7 @@ import numpy as np
 
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat
 from paged_jax.kernels.weight_packing import join_levels, pack, split_levels
-from paged_jax.models.config import LlamaConfig
+from paged_jax.models.config import ModelConfig
 from paged_jax.models.gguf_config import ROPE_TENSORS
 from paged_jax.models.gguf_file import GgufFile, TensorEntry
 from paged_jax.models.loading.parameters import WeightsError
@@ -435,7 +435,7 @@ _READERS: Mapping[str, tuple[int, Callable[[np.ndarray], _Arrays]]] = {
 }
 
 
-def find_gguf_tensors(file: GgufFile, config: LlamaConfig) -> dict[str, GgufTensor]:
+def find_gguf_tensors(file: GgufFile, config: ModelConfig) -> dict[str, GgufTensor]:
     """Return the tensors of a GGUF file by their Hugging Face names, see `tensor_map`.
 
     A tensor that has no Hugging Face name keeps its name.
@@ -457,13 +457,13 @@ def find_gguf_tensors(file: GgufFile, config: LlamaConfig) -> dict[str, GgufTens
     return tensors
 
 
-def _name(entry: TensorEntry, config: LlamaConfig) -> Iterator[tuple[str, GgufTensor]]:
+def _name(entry: TensorEntry, config: ModelConfig) -> Iterator[tuple[str, GgufTensor]]:
     """Yield the Hugging Face name of a tensor, and the tensor. Yield each expert separately."""
     match = _LAYER_NAME.fullmatch(entry.name)
     names = {**_LAYER, **_OTHER.get(config.model_type, {})}
     is_norm = entry.name.endswith("norm.weight")
     if match is None or match[2] not in (*names, "attn_sinks"):
-        is_one_added = is_norm and config.norm_offset == 1
+        is_one_added = is_norm and config.norm.offset == 1
         name = _MODEL.get(entry.name, entry.name)
         yield name, GgufTensor.of(entry, is_one_added=is_one_added)
         return
@@ -477,7 +477,7 @@ def _name(entry: TensorEntry, config: LlamaConfig) -> Iterator[tuple[str, GgufTe
     tensor = GgufTensor.of(
         entry,
         num_rotated_heads=heads.get(kind, 0) if is_reordered else 0,
-        is_one_added=is_norm and config.norm_offset == 1,
+        is_one_added=is_norm and config.norm.offset == 1,
     )
     # Older files have a tensor for each expert.
     name = names[f"{kind}_exps" if expert else kind]

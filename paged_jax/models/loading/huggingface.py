@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
-from paged_jax.models.config import LlamaConfig
+from paged_jax.models.config import ModelConfig
 from paged_jax.models.gguf_file import GgufFile, is_gguf
 from paged_jax.models.loading.formats import can_keep_compact, choose_formats, interleave_rows
 from paged_jax.models.loading.gguf_tensors import find_gguf_tensors
@@ -35,7 +35,7 @@ from paged_jax.models.loading.safetensors_files import (
 )
 from paged_jax.models.loading.save_quantised import QuantisedWriter
 from paged_jax.models.loading.stored_matrices import MatrixReader, StoredMatrix, read_box
-from paged_jax.models.loading.stored_tensors import CountedTensors, StoredTensor, TensorMapping
+from paged_jax.models.loading.stored_tensors import CountedTensors, StoredTensor
 from paged_jax.models.loading.tensor_map import (
     EMBEDDINGS,
     HEAD,
@@ -47,6 +47,7 @@ from paged_jax.models.matrices import Sharding
 from paged_jax.models.matrix_formats import MatrixFormats, float_type, is_matrix, matrix_name
 from paged_jax.models.model_folder import find_adapters
 from paged_jax.models.paged_model import PagedModel
+from paged_jax.models.tensor_mapping import TensorMapping
 from paged_jax.monitoring import loading_bar
 
 _COMPARED_ROWS = 4096
@@ -58,7 +59,7 @@ _ROTARY_BUFFERS = tuple(
 def load_weights(
     model_class: Callable[..., Model],
     folder: str | Path,
-    config: LlamaConfig,
+    config: ModelConfig,
     *,
     dtype: DTypeLike = "auto",
     scan_layers: bool = False,
@@ -74,14 +75,14 @@ def load_weights(
     loaded weights, the host needs memory for a single parameter.
 
     Args:
-      model_class: class of the model, such as `Llama`.
+      model_class: class of the model, such as `Decoder`.
       folder: folder that contains the safetensors files, or path of a GGUF file.
       config: configuration of the model. If it ties the output head to the embeddings, but the
         files contain a different head, the model is loaded with an untied head, and a warning is
         issued.
       dtype: one of `DTYPES`, or ``"auto"`` for ``config.dtype``. With ``"auto"`` or a float dtype,
         matrices that the files store in a quantised format keep this format.
-      scan_layers: whether to stack the layers, see `Llama`.
+      scan_layers: whether to stack the layers, see `Decoder`.
       sharding: placement of the parameters: one sharding for all of them, or a function of a
         parameter's name and shape; None for the default device.
       dequantise: whether to convert matrices that the files store in a quantised format to floats.
@@ -152,7 +153,7 @@ def _build(
 def find_formats(
     model_class: Callable[..., Model],
     folder: str | Path,
-    config: LlamaConfig,
+    config: ModelConfig,
     *,
     allow_compact: bool,
     num_devices: int,
@@ -176,7 +177,7 @@ def find_formats(
 def _open(
     model_class: Callable[..., Model],
     folder: str | Path,
-    config: LlamaConfig,
+    config: ModelConfig,
     dtype: str,
     sharding: Sharding = None,
 ) -> tuple[ModelSpec[Model], Mapping[str, StoredTensor], dict[str, list[TensorMapping]]]:
@@ -216,7 +217,7 @@ def save_weights(model: PagedModel, folder: str | Path, *, max_file_bytes: int =
     compressed-tensors, see `save_quantised`.
 
     Args:
-      model: a `Llama`, with stacked or separate layers.
+      model: a `Decoder`, with stacked or separate layers.
       folder: folder to write. It is created if necessary. Weight files that are already in it are
         removed after the new files are written.
       max_file_bytes: maximum size of a file in bytes. The weights of larger models are split into
@@ -283,7 +284,7 @@ def save_weights(model: PagedModel, folder: str | Path, *, max_file_bytes: int =
             stale.unlink()
 
 
-def untie_if_different(config: LlamaConfig, stored: Mapping[str, StoredTensor]) -> LlamaConfig:
+def untie_if_different(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> ModelConfig:
     """Return the config, with an untied head if the files contain a different head.
 
     The head is compared with the embeddings. transformers does the same: it never ignores a tensor
@@ -314,7 +315,7 @@ def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:
 
 
 def _check_tensors(
-    stored: Mapping[str, StoredTensor], mappings: list[TensorMapping], config: LlamaConfig
+    stored: Mapping[str, StoredTensor], mappings: list[TensorMapping], config: ModelConfig
 ) -> None:
     expected = {mapping.tensor: mapping for mapping in mappings}
     missing = [tensor for tensor in expected if tensor not in stored]
@@ -348,7 +349,7 @@ def _check_tensors(
             )
 
 
-def _is_redundant(name: str, tensor: StoredTensor, config: LlamaConfig) -> bool:
+def _is_redundant(name: str, tensor: StoredTensor, config: ModelConfig) -> bool:
     # These tensors can be ignored. Old versions of AutoGPTQ stored a bias of zeros for each matrix.
     # Old versions of transformers stored the rotary frequencies. Some tools store the output head
     # although it is tied. Such a head equals the embeddings here, because otherwise
@@ -373,7 +374,7 @@ def _to_tensor(parameter: jax.Array, mappings: list[TensorMapping]) -> np.ndarra
         for mapping in sorted(mappings, key=lambda mapping: mapping.first_row)
     ]
     # safetensors writes the memory of an array as it is, so transposed views must be copied.
-    return np.ascontiguousarray(rows[0]) if len(rows) == 1 else np.concatenate(rows)
+    return np.asarray(rows[0], order="C") if len(rows) == 1 else np.concatenate(rows)
 
 
 def _split_into_files(

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat
-from paged_jax.models.config import LlamaConfig
+from paged_jax.models.config import ModelConfig
 from paged_jax.models.loading.formats import can_keep_compact, widen
 from paged_jax.models.loading.parameters import (
     Model,
@@ -64,7 +64,7 @@ def save_checkpoint(model: Any, path: str | Path) -> None:
     """Write a model as an Orbax checkpoint. Each device writes its part of the weights.
 
     Args:
-      model: a `Llama`.
+      model: a `Decoder`.
       path: folder to write. It is created if necessary.
 
     Raises:
@@ -90,7 +90,7 @@ def save_checkpoint(model: Any, path: str | Path) -> None:
 def load_checkpoint(
     model_class: Callable[..., Model],
     path: str | Path,
-    config: LlamaConfig,
+    config: ModelConfig,
     *,
     dtype: DTypeLike = "auto",
     scan_layers: bool = False,
@@ -167,7 +167,7 @@ def _counted(
 
 def find_saved_formats(
     path: str | Path,
-    config: LlamaConfig,
+    config: ModelConfig,
     *,
     allow_compact: bool,
     dtype: DTypeLike = "auto",
@@ -189,7 +189,7 @@ def find_saved_formats(
     return widen(formats, _stored_shapes(Path(path)))
 
 
-def _read_formats(path: Path, config: LlamaConfig) -> MatrixFormats:
+def _read_formats(path: Path, config: ModelConfig) -> MatrixFormats:
     """Return the formats of the matrices in a checkpoint."""
     if not (path / _FORMATS).exists():
         return MatrixFormats(WeightFormat(config.dtype))

@@ -1,7 +1,7 @@
 """Names, shapes and dtypes of a model's parameters, and construction from loaded arrays.
 
-The functions that load weights take the model class as an argument. They cannot import `Llama`,
-because `Llama.from_pretrained` imports them.
+The functions that load weights take the model class as an argument. They cannot import `Decoder`,
+because `Decoder.from_pretrained` imports them.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.matrices import Sharding, only_shapes
+from paged_jax.models.config import ModelConfig
+from paged_jax.models.matrices import Sharding
 from paged_jax.models.matrix_formats import (
     DTYPE_FORMATS,
     MatrixFormats,
@@ -23,6 +23,7 @@ from paged_jax.models.matrix_formats import (
     is_stacked,
     name_of,
 )
+from paged_jax.models.matrix_modules import only_shapes
 from paged_jax.models.paged_model import PagedModel
 
 # Values of the option `dtype`: dtypes and quantised formats of weights.
@@ -40,16 +41,16 @@ class ModelSpec(Generic[Model]):
     """Description of a model to load: the arguments of its class, and its placement.
 
     Attributes:
-      model_class: class of the model, or another callable with the arguments of `Llama`.
+      model_class: class of the model, or another callable with the arguments of `Decoder`.
       config: configuration of the model.
       dtype: dtype of the weights.
-      scan_layers: whether the layers are stacked, see `Llama`.
+      scan_layers: whether the layers are stacked, see `Decoder`.
       sharding: placement of the parameters.
       formats: storage format of each matrix; None for the formats that `dtype` implies.
     """
 
     model_class: Callable[..., Model]
-    config: LlamaConfig
+    config: ModelConfig
     dtype: DTypeLike
     scan_layers: bool
     sharding: Sharding = None
@@ -103,7 +104,7 @@ class ModelSpec(Generic[Model]):
 @functools.lru_cache(maxsize=8)
 def _abstract_model(
     model_class: Callable[..., Model],
-    config: LlamaConfig,
+    config: ModelConfig,
     dtype: DTypeLike,
     scan_layers: bool,
     formats: MatrixFormats | None,
@@ -136,7 +137,7 @@ def named_arrays(params: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def resolve_dtype(function: str, dtype: DTypeLike | None, config: LlamaConfig) -> str:
+def resolve_dtype(function: str, dtype: DTypeLike | None, config: ModelConfig) -> str:
     """Convert the option `dtype` to one of the names in `DTYPES`.
 
     ``"auto"`` and None become ``config.dtype``.

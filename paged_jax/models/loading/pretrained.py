@@ -12,10 +12,11 @@ from jax.typing import DTypeLike
 
 from paged_jax.kernels.linear import reads_stacked_weights
 from paged_jax.kernels.weight_formats import WeightFormat
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.config_json import text_config
+from paged_jax.models.config import ModelConfig
+from paged_jax.models.families.registry import text_config
 from paged_jax.models.gguf_config import read_gguf_config
 from paged_jax.models.gguf_file import GgufFile, is_gguf
+from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading.formats import find_devices, fit_format, keeps_compact
 from paged_jax.models.loading.huggingface import (
     find_formats,
@@ -62,7 +63,7 @@ def from_pretrained(
 ) -> Model:
     """Load a model of the class `model_class`.
 
-    For the arguments, see `Llama.from_pretrained`. For `formats` and `interleave`, see
+    For the arguments, see `Decoder.from_pretrained`. For `formats` and `interleave`, see
     `load_weights`. The rows of Orbax checkpoints are not interleaved.
     """
     folder = bundled_folder() if folder is None else Path(folder).expanduser()
@@ -100,7 +101,7 @@ def from_pretrained(
     )
 
 
-def read_config(folder: str | Path) -> LlamaConfig:
+def read_config(folder: str | Path) -> ModelConfig:
     """Return the configuration of a model in a folder or GGUF file.
 
     The configuration is read from ``config.json`` and corrected by the weights. If `dtype` is
@@ -138,7 +139,7 @@ def read_config(folder: str | Path) -> LlamaConfig:
 def read_formats(
     model_class: Callable[..., Model],
     folder: str | Path,
-    config: LlamaConfig,
+    config: ModelConfig,
     *,
     dtype: DTypeLike = "auto",
     dequantise: bool = False,
@@ -152,7 +153,7 @@ def read_formats(
 
     `config` is the result of `read_config`. `num_devices` is the number of devices over which the
     model will be divided, and `platform` is their platform, by default that of this machine. For
-    the other arguments, see `Llama.from_pretrained`.
+    the other arguments, see `Decoder.from_pretrained`.
 
     Returns:
       The formats; None if the folder has no weights, and no quantisation config applies (there is
@@ -191,7 +192,7 @@ def _plan_formats(
         scheme = schemes[0] if all(each == schemes[0] for each in schemes) else None
         format: WeightFormat | str = floats
         if scheme is not None:
-            num_parts = num_devices if divides_inputs(name) else 1
+            num_parts = num_devices if divides_inputs(spec.config, name) else 1
             format = _usual_format(scheme)
             if math.gcd(format.group_size or shape[-1], shape[-1]) == shape[-1]:
                 format = dataclasses.replace(format, group_size=None)
@@ -231,7 +232,7 @@ def bundled_folder() -> Path:
     return Path(str(resources.files("paged_jax.models") / "bundled"))
 
 
-def _is_scanning_faster(config: LlamaConfig, sharding: Sharding) -> bool:
+def _is_scanning_faster(config: ModelConfig, sharding: Sharding) -> bool:
     """Return whether a model is faster with stacked than with separate layers.
 
     On CPUs and GPUs, XLA copies each layer's weights out of the stack, so separate layers are
@@ -248,5 +249,5 @@ def _is_scanning_faster(config: LlamaConfig, sharding: Sharding) -> bool:
     return sharding is None and reads_stacked_weights(device.platform)
 
 
-def _device(config: LlamaConfig, sharding: Sharding) -> Any:
+def _device(config: ModelConfig, sharding: Sharding) -> Any:
     return next(iter(find_devices(config, sharding)))

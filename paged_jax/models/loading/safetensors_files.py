@@ -8,13 +8,12 @@ quantisation config of the format to a `Scheme` with the name of this reader.
 import json
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.families import FAMILIES
+from paged_jax.models.config import ModelConfig
 from paged_jax.models.loading.parameters import WeightsError
 from paged_jax.models.loading.quantised_floats import (
     BitsandbytesMatrix,
@@ -93,14 +92,14 @@ _END = re.compile(
 )
 
 
-def find_tensors(folder: Path, config: LlamaConfig) -> dict[str, StoredTensor]:
+def find_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """Return the tensors in a folder that belong to the model, by their Hugging Face names."""
     return name_tensors(list_tensors(folder), config, find_quantisation(folder, config))
 
 
-def find_quantisation(folder: Path, config: LlamaConfig) -> Quantisation | None:
+def find_quantisation(folder: Path, config: ModelConfig) -> Quantisation | None:
     """Read the quantisation config of a folder; None if weights are not quantised."""
-    family = FAMILIES.get(config.model_type)
+    family = config.family
     has_mxfp4 = family is not None and family.is_mxfp4
     return read_quantisation(folder, has_mxfp4=has_mxfp4)
 
@@ -132,7 +131,7 @@ def list_tensors(folder: Path) -> list[StoredTensor]:
 
 
 def name_tensors(
-    tensors: Iterable[StoredTensor], config: LlamaConfig, quantisation: Quantisation | None
+    tensors: Iterable[StoredTensor], config: ModelConfig, quantisation: Quantisation | None
 ) -> dict[str, StoredTensor]:
     """Return the tensors of the model by their names in `tensor_map`; drop other tensors.
 
@@ -144,6 +143,7 @@ def name_tensors(
     """
     named: dict[str, StoredTensor] = {}
     tensors = [each for each in tensors if standard_name(config, each.name) is not None]
+    tensors = _without_kv_scales(tensors)
     if quantisation is not None:
         tensors = combine_quantised(tensors, quantisation)
     elif quantised := [each.name for each in tensors if is_quantised_name(each.name)]:
@@ -163,14 +163,14 @@ def name_tensors(
     return named
 
 
-def _join_convolutions(named: dict[str, StoredTensor], config: LlamaConfig) -> None:
+def _join_convolutions(named: dict[str, StoredTensor], config: ModelConfig) -> None:
     """Join the tensors of a mixer's convolution if transformers has split it into equal parts.
 
     Other files have three tensors for queries, keys and values, which differ in size. But when
     transformers saves a model, it splits the fused convolution into three tensors of equal size.
     """
-    for layer, layer_config in enumerate(config.layer_configs):
-        if layer_config.mixer is None:
+    for layer, spec in enumerate(config.layers):
+        if "mixer_conv" not in spec.parameters(config.hidden_size):
             continue
         name = f"layers.{layer}.mixer_conv"
         separate, fused = (
@@ -220,10 +220,18 @@ def check_counts(
       WeightsError: the config states more layers or experts than the files contain.
     """
     layers = [int(match[1]) + 1 for match in map(_LAYER.search, shapes) if match]
+    if num_layers and not layers:
+        names = ", ".join(sorted(shapes)[:3]) or "none"
+        raise WeightsError(
+            "load_weights: the weight files must have tensors with names such as "
+            f"model.layers.0.input_layernorm.weight, got {names}. Convert the checkpoint with "
+            "transformers, or use the Hugging Face folder of the same model."
+        )
     _check_count("num_hidden_layers", num_layers, layers)
     experts = [int(match[1]) + 1 for match in map(_EXPERT.search, shapes) if match]
     experts += [shape[0] for name, shape in shapes.items() if _FUSED_EXPERTS.search(name)]
-    _check_count("num_experts", num_experts, experts)
+    if experts:  # otherwise they have names that only their part knows
+        _check_count("num_experts", num_experts, experts)
 
 
 def _check_count(key: str, wanted: int, found: list[int]) -> None:
@@ -324,7 +332,6 @@ def combine_quantised(
       WeightsError: the tensors of a matrix do not fit together, or contradict the quantisation
         config.
     """
-    tensors = _without_kv_scales(tensors, quantisation)
     modules: dict[str, dict[str, StoredTensor]] = {}
     for tensor in tensors:
         if found := _END.search(tensor.name):
@@ -368,14 +375,13 @@ def _scheme_of(
     return scheme
 
 
-def _without_kv_scales(
-    tensors: Iterable[StoredTensor], quantisation: Quantisation
-) -> list[StoredTensor]:
-    if not quantisation.has_kv_scales:
-        return [*tensors]
-    warnings.warn(
-        f"{quantisation.source}: the scales for a quantised KV cache are not used. Caches of 8 "
-        "bits compute a scale for each token (kv_cache_dtype).",
-        stacklevel=2,
-    )
-    return [tensor for tensor in tensors if not _KV_SCALES.search(tensor.name)]
+def _without_kv_scales(tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
+    others = [tensor for tensor in tensors if not _KV_SCALES.search(tensor.name)]
+    if len(others) < len(tensors):
+        scale = next(each for each in tensors if _KV_SCALES.search(each.name))
+        warnings.warn(
+            f"{scale.path}: the scales for a quantised KV cache, such as {scale.name}, are not "
+            "used. Caches of 8 bits compute a scale for each token (kv_cache_dtype).",
+            stacklevel=3,
+        )
+    return others

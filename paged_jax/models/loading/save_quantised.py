@@ -31,8 +31,8 @@ from paged_jax.kernels.weight_formats import (
     dequantise,
 )
 from paged_jax.kernels.weight_packing import unpack
-from paged_jax.models.loading.stored_tensors import TensorMapping
 from paged_jax.models.matrix_formats import SUFFIXES, MatrixFormats
+from paged_jax.models.tensor_mapping import TensorMapping
 
 _EXPERTS = "mxfp4 experts"  # `QuantisedModule.kind` of the experts of gpt-oss
 _BLOCK = 128  # number of rows, and of inputs, in a block of the fp8 format

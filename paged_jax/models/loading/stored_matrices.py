@@ -30,12 +30,13 @@ from paged_jax.kernels.weight_formats import (
 )
 from paged_jax.kernels.weight_packing import interleave
 from paged_jax.models.loading.formats import Stored, have_same_order, is_quantised
-from paged_jax.models.loading.stored_tensors import StoredTensor, TensorMapping
+from paged_jax.models.loading.stored_tensors import StoredTensor
 from paged_jax.models.matrix_formats import (
     SUFFIXES,
     matrix_name,
 )
 from paged_jax.models.quantise import quantise_on_host
+from paged_jax.models.tensor_mapping import TensorMapping
 
 # Number of elements per read, which is 8 or 16 MB. This is little memory compared with a model. It
 # is large enough to make the cost of opening the file for each read negligible.
@@ -193,6 +194,9 @@ def _read_tensor(
     if mapping.axes is not None:
         _read_transposed(tensor, mapping, part, out)
         return
+    if not mapping.shape:  # a scalar
+        out[...] = tensor.read((), out.dtype)
+        return
     columns = part[mapping.num_row_axes :]
     row_elements = math.prod(out.shape[mapping.num_row_axes :])
     for rows, index in _runs_of_rows(mapping, part[: mapping.num_row_axes], row_elements):
@@ -205,14 +209,17 @@ def _read_transposed(
     """Do the same as `_read_tensor` for a mapping with `axes`, one expert at a time."""
     assert mapping.axes is not None and mapping.axes[0] == 0
     lead = len(mapping.box_shape) - len(mapping.axes)
+    num_experts, *others = mapping.split_shape or mapping.shape
+    # 1, unless the rows of all experts are one dimension of the tensor.
+    rows = mapping.shape[0] // num_experts
     one = dataclasses.replace(
         mapping,
-        shape=(1, *mapping.shape[1:]),
-        split_shape=(1, *(mapping.split_shape or mapping.shape)[1:]),
+        shape=(rows, *mapping.shape[1:]),
+        split_shape=(1, *others),
         box_shape=(1, *mapping.box_shape[lead + 1 :]),
     )
     for place, index in enumerate(range(part[lead].start, part[lead].stop)):
-        values = tensor.read((slice(index, index + 1),), out.dtype)
+        values = tensor.read((slice(index * rows, (index + 1) * rows),), out.dtype)
         out[(0,) * lead + (place,)] = one.to_box(values)[0][part[lead + 1 :]]
 
 

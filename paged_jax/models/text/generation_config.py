@@ -13,7 +13,7 @@ from typing import Any, Never
 
 from paged_jax.arguments import is_int, is_real
 from paged_jax.formatting import short_repr
-from paged_jax.models.model_folder import read_json
+from paged_jax.models.model_folder import as_integer, read_json
 from paged_jax.sampling.params import NUMBERS, Number, SamplingParams, TokenBias
 
 FILE_NAME = "generation_config.json"
@@ -217,7 +217,7 @@ class _Reader:
         return token_id
 
     def _token_ids(self, name: str, value: Any) -> tuple[int, ...]:
-        ids = [_as_int(each) for each in value] if isinstance(value, list) else [value]
+        ids = [as_integer(each) for each in value] if isinstance(value, list) else [value]
         # Some files have -1 for "no end token".
         least = -1 if name == "eos_token_id" else 0
         if not isinstance(value, list) or not all(is_int(each) and each >= least for each in ids):
@@ -226,15 +226,10 @@ class _Reader:
 
     def _number(self, name: str, number: Number) -> Any:
         value = self._options.get(name)
-        value = _as_int(value) if number.type is int else value
+        value = as_integer(value) if number.type is int else value
         if value is not None and not number.allows(value):
             self._fail(name, f"must {number.rule}, got {value!r}. {number.advice}")
         return value
 
     def _fail(self, name: str, problem: str) -> Never:
         raise ValueError(f"{self._path}: {name} {problem}")
-
-
-def _as_int(value: Any) -> Any:
-    """Convert a float with an integral value to int; return any other value unchanged."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value

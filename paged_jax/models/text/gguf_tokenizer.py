@@ -8,7 +8,7 @@ in llama.cpp.
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from paged_jax.arguments import is_int
-from paged_jax.models.gguf_file import GgufFile, Texts
+from paged_jax.models.gguf_file import GgufFile, Texts, warn_of_unknown
+from paged_jax.models.text.generation_config import GenerationConfig
 from paged_jax.models.text.special_tokens import TokenizerError, surround_texts
 from paged_jax.sampling.params import NUMBERS
 
@@ -48,6 +49,33 @@ _END_TOKENS = frozenset(
 # `_PHI3_KEEPING`.
 _PHI3_NAMES = ("phi-3", "phi3")
 _PHI3_KEEPING = ("<unk>", "<s>", "<|endoftext|>")
+# Entries that do not change tokens, or only those of tokenizers that are not supported.
+_HARMLESS = frozenset(
+    (
+        "cls_token_id", "fim_mid_token_id", "fim_pad_token_id", "fim_pre_token_id",
+        "fim_rep_token_id", "fim_sep_token_id", "fim_suf_token_id", "mask_token_id", "merges",
+        "middle_token_id", "pre", "precompiled_charsmap", "prefix_token_id",
+        "remove_extra_whitespaces", "scores", "suffix_token_id", "token_type_count",
+        "add_bos_token", "add_eos_token", "add_space_prefix",
+    )
+)  # fmt: skip
+# Entries that are not supported, and the values for which they have no effect.
+_NEUTRAL: Mapping[str, Any] = {
+    "add_sep_token": False,
+    "normalizer.lowercase": False,
+    "normalizer.strip_accents": False,
+}
+_HARMLESS_PREFIXES = ("tokenizer.chat_template", "tokenizer.huggingface.", "tokenizer.rwkv.")
+_SAMPLING_PREFIX = "general.sampling."
+# Entries that turn a method of sampling on, with the values that turn it off, and other entries of
+# these methods.
+_OFF: Mapping[str, Any] = {"xtc_probability": 0, "mirostat": 0, "penalty_repeat": 1}
+_SWITCH_OF = {
+    "xtc_threshold": "xtc_probability",
+    "mirostat_tau": "mirostat",
+    "mirostat_eta": "mirostat",
+    "penalty_last_n": "penalty_repeat",
+}
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -76,6 +104,7 @@ class _TokenizerReader:
     def __init__(self, file: GgufFile):
         self._path = file.path
         self._metadata = file.metadata
+        self._keys_read: set[str] = set()
         tokens = self._get("tokens")
         if not isinstance(tokens, Texts) or not len(tokens):
             raise self._error("tokens must be a list of strings that is not empty")
@@ -105,13 +134,18 @@ class _TokenizerReader:
         if text is None or self._get("add_bos_token") is not None:
             self._add_ends(backend, named, adds_bos)
         templates = self._metadata.get
+        generation_config = GenerationConfig(
+            sampling_defaults=self._sampling_defaults(),
+            suppress_tokens=self._suppressed_tokens(),
+        )
+        warn_of_unknown(self._path, [*self._unknown_entries(), *self._unknown_sampling()])
         return {
             "backend": backend,
             "special_tokens": named,
             "eos_token_ids": end_ids,
             "chat_template": _text(templates("tokenizer.chat_template")),
             "tool_template": _text(templates("tokenizer.chat_template.tool_use")),
-            "sampling_defaults": self._sampling_defaults(),
+            "generation_config": generation_config,
         }
 
     def _byte_level(self) -> tuple[tokenizers.Tokenizer, bool]:
@@ -237,13 +271,45 @@ class _TokenizerReader:
         """Return the sampling parameters that the file recommends, by name."""
         defaults = {}
         for key, name in _SAMPLING.items():
-            key = f"general.sampling.{key}"
+            key = _SAMPLING_PREFIX + key
             if (value := self._metadata.get(key)) is None:
                 continue
             if not (number := NUMBERS[name]).allows(value):
                 raise TokenizerError(f"{self._path}: {key} must {number.rule}, got {value!r}.")
             defaults[name] = value
         return defaults
+
+    def _suppressed_tokens(self) -> tuple[int, ...]:
+        """Return the ids of tokens that are never generated."""
+        key = "suppress_tokens"
+        if (value := self._get(key)) is None:
+            return ()
+        is_list = isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.integer)
+        if not is_list or (value < 0).any():
+            raise self._error(f"{key} must be a list of token ids, got {str(value)[:100]}")
+        return tuple(value.tolist())
+
+    def _unknown_entries(self) -> Iterator[str]:
+        for full_key, value in self._metadata.items():
+            key = full_key.removeprefix(_PREFIX)
+            if not full_key.startswith("tokenizer.") or full_key.startswith(_HARMLESS_PREFIXES):
+                continue
+            if key in self._keys_read or key in _HARMLESS:
+                continue
+            if key not in _NEUTRAL or value != _NEUTRAL[key]:
+                yield full_key
+
+    def _unknown_sampling(self) -> Iterator[str]:
+        given = {
+            key.removeprefix(_SAMPLING_PREFIX): value
+            for key, value in self._metadata.items()
+            if key.startswith(_SAMPLING_PREFIX)
+        }
+        for key in given.keys() - _SAMPLING.keys():
+            switch = _SWITCH_OF.get(key, key)
+            is_off = switch in _OFF and given.get(switch, _OFF[switch]) == _OFF[switch]
+            if not is_off:
+                yield _SAMPLING_PREFIX + key
 
     def _id(self, key: str, default: int | None = None) -> int | None:
         value = self._get(key)
@@ -273,6 +339,7 @@ class _TokenizerReader:
         return value[: len(self._tokens)]
 
     def _get(self, key: str) -> Any:
+        self._keys_read.add(key)
         return self._metadata.get(_PREFIX + key)
 
     def _error(self, problem: str) -> TokenizerError:

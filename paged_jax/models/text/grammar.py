@@ -148,11 +148,11 @@ class GrammarCompiler:
             )
         try:
             from llguidance import LLTokenizer
-        except ImportError:
+        except ImportError as error:
             raise _error(
-                "must be None because llguidance is not installed, got a schema. Run: "
+                f"must be None because llguidance is not installed ({error}), got a schema. Run: "
                 'pip install "paged-jax[structured]".'
-            ) from None
+            ) from error
         num_tokens = self._backend.get_vocab_size(with_added_tokens=True)
         try:
             return LLTokenizer(

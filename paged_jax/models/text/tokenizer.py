@@ -12,7 +12,7 @@ from typing import Any
 
 import tokenizers
 
-from paged_jax.arguments import names_arguments
+from paged_jax.arguments import ArgumentError, names_arguments
 from paged_jax.models.gguf_file import GgufFile, is_gguf
 from paged_jax.models.text.chat_template import (
     ChatTemplate,
@@ -195,10 +195,11 @@ class Tokenizer:
           text: the text. Names of special tokens in it become these tokens.
           add_special_tokens: whether to add special tokens. Use False for chats, because the chat
             template writes them.
+
+        Raises:
+          ArgumentError: the text has lone surrogates, which UTF-8 cannot represent.
         """
-        # `encode_batch` releases the GIL, so other threads can run (for example in a server).
-        [encoded] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
-        return encoded.ids
+        return self._encode(text, add_special_tokens).ids
 
     def offsets(self, text: str, *, add_special_tokens: bool = True) -> list[tuple[int, int]]:
         """Return the character positions of the start and end of each token in a text.
@@ -207,8 +208,20 @@ class Tokenizer:
           text: see `encode`.
           add_special_tokens: see `encode`. For added tokens, start and end are equal.
         """
-        [encoded] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
-        return encoded.offsets
+        return self._encode(text, add_special_tokens).offsets
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        try:
+            # `encode_batch` releases the GIL, so other threads can run (for example in a server).
+            [encoded] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        except TypeError:  # the library names neither the argument nor the reason
+            raise ArgumentError(
+                "encode",
+                f"must be valid Unicode text, got {text!r:.100}. Decode its bytes with the right "
+                "encoding.",
+                "text",
+            ) from None
+        return encoded
 
     @names_arguments
     def decode(

@@ -1,6 +1,7 @@
 // Code shared by decode and prefill: the operands, and the locations of tokens in the pools. Both add a tile
 // of tokens at a time to an online softmax (Milakov and Gimelshein, 2018). A tile is a list of rows of the
-// pools, so its tokens can be in any blocks.
+// pools, so its tokens can be in any blocks. Tiles and segments of tiles start at multiples of their sizes, so
+// they do not depend on the batch or on the first token that a query sees.
 #pragma once
 
 #include "frame.h"
@@ -11,15 +12,31 @@ namespace {
 using Type = ELEMENT;  // dtype of the pools, a compiler option
 using Element = Type::Element;
 
-constexpr int TILE = 32;  // tokens
+constexpr int TILE = 32;      // tokens
+constexpr int SEGMENT = 256;  // tokens, a multiple of TILE
 // Initial peak of a softmax. It is finite, because the difference of two infinities is NaN.
 constexpr float LOWEST = -__FLT_MAX__;
 constexpr float UNSEEN = -__builtin_inff();  // masked score; its weight is 0 for any peak
 
+// Tokens at consecutive positions, which start at place `from` of a tile. Tiles start at multiples of TILE.
 struct Tile {
-  int count;
+  int from, count;
   int64_t rows[TILE];  // row of each token in the pools and in the scales
 };
+
+// The functions below use `add_product`, because compilers may fuse x * y + z into one operation in one place,
+// and round twice in another place.
+
+// Returns x * scale + y.
+inline Floats scaled_sum(Floats x, Floats scale, Floats y) {
+  add_product(y, x, scale);
+  return y;
+}
+
+// Returns x * x_weight + y * y_weight.
+inline Floats merged(Floats x, Floats x_weight, Floats y, Floats y_weight) {
+  return scaled_sum(y, y_weight, x * x_weight);
+}
 
 struct Attention {
   const Element *k, *v;
@@ -75,10 +92,12 @@ struct Attention {
 
   bool has_sink(int h) const { return sinks && sinks[h] != -__builtin_inff(); }
 
-  // Returns the tile that starts at position `token`. It has no tokens from position `end` on.
+  // Returns the tokens from position `token` to the end of its tile. It has no tokens from position `end` on.
   Tile find(const int32_t* table, int64_t head, int token, int end) const {
     Tile tile = {};
-    if (token < end) tile.count = end - token < TILE ? end - token : TILE;
+    tile.from = token % TILE;
+    int room = TILE - tile.from;
+    if (token < end) tile.count = end - token < room ? end - token : room;
     int64_t column = token / C, offset = token % C;
     for (int i = 0; i < tile.count; column++, offset = 0) {
       int64_t block = table[column];

@@ -8,7 +8,6 @@
 
 namespace {
 
-constexpr int SEGMENT = 256;  // tokens, a multiple of TILE
 constexpr int MAX_U = 512;
 constexpr int ROWS = 4;  // number of queries that are multiplied by a tile at a time
 
@@ -104,7 +103,10 @@ struct Softmaxes : Attention {
     if (soft_cap != 0)
       for (int t = 0; t < TILE; t += LANES)
         store(weights + t, soft_cap * hyperbolic_tangent(load<Floats>(weights + t) / soft_cap));
-    for (int t = tile.count; t < TILE; t++) weights[t] = UNSEEN;
+    // Move the scores to their places in the tile, on which the order of summation depends.
+    if (tile.from) memmove(weights + tile.from, weights, tile.count * sizeof *weights);
+    for (int t = 0; t < tile.from; t++) weights[t] = UNSEEN;
+    for (int t = tile.from + tile.count; t < TILE; t++) weights[t] = UNSEEN;
     float old_peak = peak;
     Floats peaks = fill(peak);
     for (int t = 0; t < TILE; t += LANES) peaks = larger(peaks, load<Floats>(weights + t));
@@ -115,8 +117,9 @@ struct Softmaxes : Attention {
       store(weights + t, weight);
       sums += weight;
     }
+    if (tile.from) memmove(weights, weights + tile.from, tile.count * sizeof *weights);
     float rescale = exponential(fill(old_peak - peak))[0];
-    total = total * rescale + sum(sums);
+    total = scaled_sum(fill(total), fill(rescale), fill(sum(sums)))[0];
     if (v_scale)
       for (int t = 0; t < tile.count; t++) weights[t] *= v_scale[tile.rows[t]];
     return rescale;
@@ -179,8 +182,9 @@ struct Decode {
       its.fetch(its.k + tile.rows[t] * its.lanes, its.D);
       if (!its.shares_values) its.fetch(its.v + tile.rows[t] * its.v_lanes, its.U);
     }
-    for (int token = begin; token < end; token += TILE) {
-      Tile next = its.find(table, head, token + TILE, end);
+    for (int token = begin; tile.count > 0;) {
+      token += tile.count;
+      Tile next = its.find(table, head, token, end);
       for (int g = 0; g < its.G; g += ROWS) {
         const float* queries = q + (sequence * (int64_t)its.H + head * its.G + g) * its.stride;
         float* state = partial_of(segment, head * its.G + g);
@@ -214,11 +218,10 @@ struct Merge {
       const float* state = decode.partial_of(s, h);
       float old_peak = peak;
       peak = state[0] > peak ? state[0] : peak;
-      float rescale = exponential(fill(old_peak - peak))[0];
-      float weight = exponential(fill(state[0] - peak))[0];
-      total = total * rescale + state[1] * weight;
+      Floats rescale = exponential(fill(old_peak - peak)), weight = exponential(fill(state[0] - peak));
+      total = merged(fill(total), rescale, fill(state[1]), weight)[0];
       for (int d = 0; d < its.v_stride; d += LANES)
-        store(sums + d, load<Floats>(sums + d) * rescale + load<Floats>(state + 2 + d) * weight);
+        store(sums + d, merged(load<Floats>(sums + d), rescale, load<Floats>(state + 2 + d), weight));
     }
     int64_t row = (int64_t)b * its.H + h;
     its.finish(peak, total, sums, decode.out + row * its.U, decode.lse + row);

@@ -17,6 +17,9 @@
 //
 // Tiles start at multiples of TILE, and no operation mixes lanes. The result of a query therefore does not
 // depend on the other queries of its chunk.
+//
+// If the kernel is exact, it also sums in the order of `decode.cc`, so that a query has the same result in both
+// kernels: scores and totals in LANES partial sums, and each segment of tokens in a softmax of its own.
 
 #include "attention.h"
 #include "codes.h"
@@ -65,7 +68,7 @@ struct Part {
   int64_t sequence, first, end, last;
 };
 
-template <class Cells>
+template <class Cells, bool IS_EXACT>
 struct Prefill : Attention {
   using Cell = typename Cells::Cell;
   using Vector = typename Cells::Vector;
@@ -82,6 +85,7 @@ struct Prefill : Attention {
   struct Group {
     Ints positions;  // positions of the queries; -1 for lanes without a row
     Floats peaks, totals;
+    Floats merged_peaks, merged_totals;  // of all earlier segments, if the kernel is exact
   };
 
   // Scratch memory of a part.
@@ -89,7 +93,7 @@ struct Prefill : Attention {
     Group* groups;
     Cell* queries;                  // of all groups
     Cell *keys, *values;            // of a tile
-    Floats* sums;                   // [groups, U]
+    Floats *sums, *merged_sums;     // [groups, U]
   };
 
   // Numbers of cells of a key and of a value, and of vectors of sums, with padding. The padding of a value may
@@ -146,7 +150,8 @@ struct Prefill : Attention {
   // Attends with queries `first` to `last` (exclusive) of the chunk that starts with `sequence`.
   void attend(int64_t sequence, int64_t head, int64_t first, int64_t last) {
     int num_rows = (last - first) * G, num_groups = (num_rows + LANES - 1) / LANES;
-    int64_t group_size = sizeof(Group) + key_cells() * sizeof(Vector) + sum_vectors() * sizeof(Floats);
+    int64_t sums_size = (IS_EXACT ? 2 : 1) * sum_vectors() * sizeof(Floats);
+    int64_t group_size = sizeof(Group) + key_cells() * sizeof(Vector) + sums_size;
     int64_t values_size = has_common_tile() ? 0 : TILE / INPUTS * value_stride() * sizeof(Cell);
     int64_t keys_size = TILE * key_cells() * sizeof(Cell);
     void* memory = aligned_alloc(64, round_up(num_groups * group_size + keys_size + values_size, 64) + 64);
@@ -154,7 +159,8 @@ struct Prefill : Attention {
     Scratch its = {};
     its.groups = (Group*)memory;
     its.sums = (Floats*)(its.groups + num_groups);
-    its.queries = (Cell*)(its.sums + num_groups * sum_vectors());
+    its.merged_sums = IS_EXACT ? its.sums + num_groups * sum_vectors() : its.sums;
+    its.queries = (Cell*)(its.merged_sums + num_groups * sum_vectors());
     its.keys = its.queries + num_groups * key_cells() * LANES;
     its.values = has_common_tile() ? its.keys : its.keys + TILE * key_cells();
 
@@ -173,6 +179,7 @@ struct Prefill : Attention {
         if (newest < base || (window && base + TILE - 1 <= oldest - window)) continue;
         fold(its, group, tile, from, base);
       }
+      if (IS_EXACT && ((base + TILE) % SEGMENT == 0 || base + TILE >= end)) merge_segment(its, num_groups);
     }
     finish(its, row_of(sequence, first, head * G), num_rows);
     free(memory);
@@ -183,6 +190,7 @@ struct Prefill : Attention {
     int num_groups = (num_rows + LANES - 1) / LANES;
     memset(its.queries, 0, num_groups * key_cells() * LANES * sizeof(Cell));
     memset(its.sums, 0, num_groups * sum_vectors() * sizeof(Floats));
+    memset(its.merged_sums, 0, num_groups * sum_vectors() * sizeof(Floats));
     for (int i = 0; i < num_groups * LANES; i++) {
       Group& group = its.groups[i / LANES];
       int lane = i % LANES, g = i % G;
@@ -191,11 +199,16 @@ struct Prefill : Attention {
       group.positions[lane] = i < num_rows ? start + i / G : -1;
       group.peaks[lane] = is_sink ? sinks[head * G + g] : LOWEST;
       group.totals[lane] = is_sink ? 1 : 0;
+      if (IS_EXACT) {  // the first segment starts without the sink
+        group.merged_peaks[lane] = group.peaks[lane], group.merged_totals[lane] = group.totals[lane];
+        group.peaks[lane] = LOWEST, group.totals[lane] = 0;
+      }
       if (i >= num_rows) continue;
       const float* from = q + (row + (int64_t)(i / G) * H + g) * D;
       Cell* to = its.queries + i / LANES * key_cells() * LANES + lane;
       for (int d = 0; d < D; d += INPUTS, to += LANES) {
         float numbers[2] = {from[d], d + 1 < D ? from[d + 1] : 0};
+        if (IS_EXACT) numbers[0] *= scale;
         uint32_t bits[2];
         memcpy(bits, numbers, sizeof bits);
         // If cells have two numbers, the queries are bfloat16 numbers, so their lower bits are 0.
@@ -256,7 +269,7 @@ struct Prefill : Attention {
     newest = newest < last ? newest : last;
     Floats peaks = group.peaks;
     for (int t = 0; t < padded; t++) {
-      Floats scores = weights[t] * scale;
+      Floats scores = IS_EXACT ? weights[t] : weights[t] * scale;
       if (k_scale && t >= from && t < count) scores *= k_scale[tile.rows[t - from]];
       if (soft_cap != 0) scores = soft_cap * hyperbolic_tangent(scores / soft_cap);
       weights[t] = (newest >= t) & (oldest < t) ? scores : fill(UNSEEN);
@@ -264,12 +277,14 @@ struct Prefill : Attention {
     }
     Floats rescale = exponential(group.peaks - peaks);
     group.peaks = peaks;
-    group.totals *= rescale;
+    if (!IS_EXACT) group.totals *= rescale;
+    Floats partial[LANES] = {};
     for (int t = 0; t < padded; t++) {
       weights[t] = exponential(weights[t] - peaks);
-      group.totals += weights[t];
+      (IS_EXACT ? partial[t % LANES] : group.totals) += weights[t];
       if (v_scale && t >= from && t < count) weights[t] *= v_scale[tile.rows[t - from]];
     }
+    if (IS_EXACT) group.totals = scaled_sum(group.totals, rescale, sum_partial<1>(partial));
     Vector cells[TILE / INPUTS];
     for (int t = 0; t < padded; t += INPUTS)
       if constexpr (INPUTS == 1)
@@ -281,11 +296,53 @@ struct Prefill : Attention {
       add_values(cells, padded / INPUTS, its.values + d, rescale, sums + d);
   }
 
+  // Merges the softmaxes of a segment with the softmaxes of earlier segments, and starts new ones.
+  void merge_segment(Scratch& its, int num_groups) const {
+    for (int index = 0; index < num_groups; index++) {
+      Group& group = its.groups[index];
+      Floats peaks = larger(group.merged_peaks, group.peaks);
+      Floats rescale = exponential(group.merged_peaks - peaks), weight = exponential(group.peaks - peaks);
+      group.merged_peaks = peaks;
+      group.merged_totals = merged(group.merged_totals, rescale, group.totals, weight);
+      group.peaks = fill(LOWEST), group.totals = Floats{};
+      Floats *sums = its.sums + (int64_t)index * sum_vectors(), *to = its.merged_sums + (sums - its.sums);
+      for (int d = 0; d < sum_vectors(); d++) to[d] = merged(to[d], rescale, sums[d], weight), sums[d] = Floats{};
+    }
+  }
+
+  // Adds LANES partial sums, which are COUNT vectors apart, in the order of `sum`.
+  template <int COUNT>
+  static Floats sum_partial(Floats* partial) {
+    for (int width = LANES / 2; width >= 4; width /= 2)
+      for (int i = 0; i < width; i++) partial[i * COUNT] += partial[(i + width) * COUNT];
+    return (partial[0] + partial[2 * COUNT]) + (partial[COUNT] + partial[3 * COUNT]);
+  }
+
+  // Multiplies the queries of a group by the keys of BLOCK tokens. Partial sum `lane` has the elements that
+  // `decode.cc` adds in this lane.
+  void score_exactly(const Cell* queries, const Cell* const* key, Floats* scores) const {
+    Floats partial[LANES][BLOCK];
+    for (int lane = 0; lane < LANES; lane++) {
+      Floats totals[BLOCK] = {};
+      // In a step of elements, a lane has one element of each half.
+      int first = Type::IN_ORDER ? lane : 2 * lane, distance = Type::IN_ORDER ? LANES : 1;
+      for (int step = 0; step < D; step += STEP)
+        for (int d = step + first; d <= step + first + distance && d < D; d += distance) {
+          Vector query = load<Vector>(queries + d * LANES);
+#pragma GCC unroll 8
+          for (int i = 0; i < BLOCK; i++) Cells::add(totals[i], query, key[i] + d);
+        }
+      memcpy(partial[lane], totals, sizeof totals);
+    }
+    for (int i = 0; i < BLOCK; i++) scores[i] = sum_partial<BLOCK>(&partial[0][i]);
+  }
+
   // Multiplies the queries of a group by the keys of BLOCK tokens.
   void score(const Cell* queries, const Cell* keys, Floats* scores) const {
     Floats totals[BLOCK] = {};
     const Cell* key[BLOCK];
     for (int i = 0; i < BLOCK; i++) key[i] = keys + i * key_cells();
+    if constexpr (IS_EXACT) return score_exactly(queries, key, scores);
     int num_cells = (D + INPUTS - 1) / INPUTS;
     for (int d = 0; d < num_cells; d++) {
       Vector query = load<Vector>(queries + d * LANES);
@@ -316,13 +373,15 @@ struct Prefill : Attention {
   void finish(const Scratch& its, int64_t row, int num_rows) const {
     for (int first = 0; first < num_rows; first += LANES) {
       const Group& group = its.groups[first / LANES];
-      const Floats* sums = its.sums + (int64_t)(first / LANES) * sum_vectors();
-      Floats factors = group.totals == 0 ? Floats{} : 1 / group.totals;
+      const Floats* sums = its.merged_sums + (int64_t)(first / LANES) * sum_vectors();
+      Floats totals = IS_EXACT ? group.merged_totals : group.totals;
+      Floats peaks = IS_EXACT ? group.merged_peaks : group.peaks;
+      Floats factors = totals == 0 ? Floats{} : 1 / totals;
       int64_t rows[LANES];
       for (int lane = 0; lane < LANES && first + lane < num_rows; lane++) {
-        float total = group.totals[lane];
+        float total = totals[lane];
         rows[lane] = row + (int64_t)((first + lane) / G) * H + (first + lane) % G;
-        lse[rows[lane]] = total == 0 ? -__builtin_inff() : group.peaks[lane] + __builtin_logf(total);
+        lse[rows[lane]] = total == 0 ? -__builtin_inff() : peaks[lane] + __builtin_logf(total);
       }
       for (int d = 0; d < U; d++) {
         float each[LANES];
@@ -334,10 +393,10 @@ struct Prefill : Attention {
   }
 };
 
-template <class Cells>
+template <class Cells, bool IS_EXACT = false>
 XLA_FFI_Error* run(XLA_FFI_CallFrame* frame) {
   const XLA_FFI_Buffer* q = argument(frame, 0);
-  Prefill<Cells> prefill = {};
+  Prefill<Cells, IS_EXACT> prefill = {};
   int next = prefill.read(frame);
   prefill.q = (const float*)q->data;
   prefill.query_lengths = (const int32_t*)argument(frame, next)->data;
@@ -352,6 +411,7 @@ XLA_FFI_Error* run(XLA_FFI_CallFrame* frame) {
 }
 
 XLA_FFI_Error* run_in_cells(XLA_FFI_CallFrame* frame) {
+  if (attribute<int32_t>(frame, "is_exact")) return run<Singles, true>(frame);
 #if HAS_PAIRS
   if constexpr (FITS_BFLOAT16<Type>)
     if (attribute<int32_t>(frame, "has_bfloat16_queries")) return run<Pairs>(frame);

@@ -198,7 +198,7 @@ struct Sums {
     Floats total;
     if constexpr (Cells::HAS_SCALES) {
       total = scaled(last, roundings + M - 1);
-      asm("vfmadd213ps %2, %1, %0" : "+v"(total) : "v"(scale), "m"(*(const Floats*)its));
+      scale_and_add(total, scale, its);
     } else {
       total = load<Floats>(its);
       add_product(total, scaled(last, roundings + M - 1), scale);

@@ -1,0 +1,225 @@
+"""Backend in plain JAX for CPUs whose results do not depend on the shapes of a call.
+
+XLA's order of summation depends on shapes, so no op leaves a sum to XLA for a shape that depends on
+the batch:
+
+- Matmuls multiply tiles of ROWS rows. XLA gives a row the same bits at each place of a tile.
+- Sums over rows are `add_halves`.
+- Attention and the steps of recurrent layers are elementwise operations and `add_halves`.
+
+Gradients are those of the backend ``"xla"``.
+"""
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from paged_jax.kernels.backend import (
+    ConvolutionStep,
+    DeltaStep,
+    Options,
+    Pools,
+    Problem,
+    RopeWriteArgs,
+    StateSpaceStep,
+    StateStep,
+    state_shape,
+)
+from paged_jax.kernels.exact import add_halves, round_product, round_to
+from paged_jax.kernels.norm_rope import rope_then_write
+from paged_jax.kernels.rows import set_states, take_states
+from paged_jax.kernels.weight_formats import Weight, dequantise
+from paged_jax.kernels.xla import write
+from paged_jax.kernels.xla.exact_attention import attend_exactly
+from paged_jax.kernels.xla.linear import floats_of_group, linear
+
+# Number of rows in a tile of a matmul. It is a multiple of the number of rows that XLA's matmul for
+# CPUs multiplies together, so all rows of a tile are multiplied in the same way.
+ROWS = 8
+
+
+def _linear(x: jax.Array, w: Weight) -> jax.Array:
+    """Multiply the last dimension of `x` by a weight, see `paged_jax.kernels.linear.linear`."""
+    return _multiply(x, dataclasses.replace(w, stack=None))
+
+
+@jax.custom_jvp
+def _multiply(x: jax.Array, w: Weight) -> jax.Array:
+    num_rows, inputs = math.prod(x.shape[:-1]), _round_inputs(x, w)
+    arrays = w.in_order.arrays.merge_outputs()._replace(order=None)
+    # With the barrier, the floats have the same bits in every program.
+    floats = lax.optimization_barrier(dequantise(arrays, w.format.code).astype(jnp.float32))
+    rows = _pad(inputs.reshape(num_rows, -1))
+
+    def step(index: jax.Array, out: jax.Array) -> jax.Array:
+        tile = _multiply_tile(rows, index * ROWS, floats)
+        return lax.dynamic_update_slice_in_dim(out, tile, index * ROWS, 0)
+
+    # XLA must not know the number of tiles, because it would optimise a single tile differently.
+    num_tiles = lax.optimization_barrier(jnp.int32(-(-num_rows // ROWS)))
+    out = jnp.zeros((rows.shape[0], floats.shape[0]), jnp.float32)
+    out = lax.fori_loop(0, num_tiles, step, out)
+    return out[:num_rows].reshape(*x.shape[:-1], *w.shape[:-1])
+
+
+@_multiply.defjvp
+def _multiply_jvp(
+    primals: tuple[jax.Array, Weight], tangents: tuple[jax.Array, Weight]
+) -> tuple[jax.Array, jax.Array]:
+    return _multiply(*primals), jax.jvp(linear, primals, tangents)[1]
+
+
+def _grouped_linear(x: jax.Array, w: Weight, sizes: jax.Array) -> jax.Array:
+    """Multiply rows by the weights of their groups, see `paged_jax.kernels.grouped_linear`."""
+    rows, matrices = _pad(_round_inputs(x, w)), w.in_order
+    begins = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
+    num_tiles = -(-sizes // ROWS)
+    tile_ends = jnp.cumsum(num_tiles, dtype=jnp.int32)
+
+    def step(index: jax.Array, out: jax.Array) -> jax.Array:
+        group = jnp.sum(tile_ends <= index, dtype=jnp.int32)
+        first = begins[group] + (index - tile_ends[group] + num_tiles[group]) * ROWS
+        floats = floats_of_group(matrices, group).astype(jnp.float32)
+        new = _multiply_tile(rows, first, lax.optimization_barrier(floats))
+        old = lax.dynamic_slice_in_dim(out, first, ROWS)
+        is_mine = first + jnp.arange(ROWS, dtype=jnp.int32) < begins[group] + sizes[group]
+        return lax.dynamic_update_slice_in_dim(out, jnp.where(is_mine[:, None], new, old), first, 0)
+
+    out = jnp.zeros((rows.shape[0], w.shape[-2]), jnp.float32)
+    return lax.fori_loop(0, tile_ends[-1], step, out)[: x.shape[0]]
+
+
+def _round_inputs(x: jax.Array, w: Weight) -> jax.Array:
+    """Order inputs as the columns of a weight, and round them to its float dtype."""
+    x = x if w.order is None else x[..., w.order]
+    return round_to(x, w.values.dtype if w.scales is None else w.dtype)
+
+
+def _pad(rows: jax.Array) -> jax.Array:
+    """Add zeros, so that a tile may begin at each row of ``[R, in]``."""
+    return jnp.pad(rows, ((0, ROWS), (0, 0)))
+
+
+def _multiply_tile(rows: jax.Array, first: jax.Array, w: jax.Array) -> jax.Array:
+    """Multiply the tile of rows that begins at row `first` by a float32 weight ``[out, in]``."""
+    # The barrier keeps the operands of the matmul apart from operations that XLA could merge into
+    # it. `round_product` does the same for its result.
+    tile, w = lax.optimization_barrier((lax.dynamic_slice_in_dim(rows, first, ROWS), w))
+    dims = (((1,), (1,)), ((), ()))
+    return round_product(lax.dot_general(tile, w, dims, precision="highest"))
+
+
+def _grouped_linear_refusal(x: jax.Array, w: Weight, sizes: jax.Array) -> None:
+    """Return None, because all arrays are supported."""
+    del x, w, sizes
+
+
+@jax.custom_jvp
+def _sum_rows(x: jax.Array) -> jax.Array:
+    """Sum float32 ``[..., N]`` over the last dimension, to ``[..., 1]``."""
+    return add_halves(round_product(x), -1)
+
+
+@_sum_rows.defjvp
+def _sum_rows_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    return _sum_rows(*primals), jnp.sum(tangents[0], axis=-1, keepdims=True)
+
+
+def _rope_write(args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
+    """Normalise and rotate heads, and write keys and values into the pools."""
+    return rope_then_write(write, args, options, backend="xla_exact")
+
+
+def _advance_rows(step: StateStep) -> tuple[jax.Array, jax.Array]:
+    """Run a step of one token per row, see `paged_jax.kernels.recurrent.advance_rows`."""
+    states = take_states(step.rows, state_shape(step))
+    if isinstance(step, ConvolutionStep):
+        out, new = _convolve(step, states)
+    elif isinstance(step, DeltaStep):
+        out, new = _apply_delta_rule(step, states.reshape(*step.v.shape[:3], *states.shape[2:]))
+    else:
+        out, new = _advance_state_space(step, states.reshape(*step.x.shape[:3], *states.shape[2:]))
+    return out, set_states(step.rows, new.reshape(states.shape))
+
+
+def _advance_rows_refusal(step: StateStep) -> None:
+    """Return None, because all steps are supported."""
+    del step
+
+
+def _convolve(step: ConvolutionStep, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Do the same as `paged_jax.kernels.recurrent.causal_convolution`."""
+    B, F = step.x.shape
+    x = round_to(step.x, state.dtype)
+    inputs = jnp.concatenate([round_to(state, state.dtype).reshape(B, -1, F), x[:, None]], axis=1)
+    products = round_product(inputs * step.weight.astype(jnp.float32).T[None])
+    out = functools.reduce(operator.add, jnp.moveaxis(products, 1, 0))
+    if step.bias is not None:
+        out = out + step.bias.astype(jnp.float32)[None]
+    is_token = (step.num_tokens > 0)[:, None, None]
+    last = jnp.where(is_token, inputs[:, 1:], inputs[:, :-1])
+    return out, last.reshape(state.shape).astype(state.dtype)
+
+
+def _apply_delta_rule(step: DeltaStep, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Do the same as `paged_jax.kernels.recurrent.delta_rule` for states ``[B, K, G, D, U]``."""
+    decay = jnp.exp(step.log_decay)
+    q, k = step.q[:, :, None], step.k[:, :, None]
+    predicted = _dot((decay * k)[..., None], state, -2)[..., 0, :]
+    kept = _dot((decay * q)[..., None], state, -2)[..., 0, :]
+    change = step.beta[..., None] * (step.v - predicted)
+    out = kept + round_product(_dot(q, k, -1) * change)
+    new = round_product(decay[..., None] * state)
+    return out, new + round_product(k[..., None] * change[..., None, :])
+
+
+def _advance_state_space(step: StateSpaceStep, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Do the same as `paged_jax.kernels.recurrent.state_space` for states ``[B, K, G, U, D]``."""
+    new = round_product(jnp.exp(step.log_decay)[..., None, None] * state)
+    new = new + round_product(step.x[..., None] * step.b[:, :, None, None])
+    return _dot(new, step.c[:, :, None, None], -1)[..., 0], new
+
+
+def _dot(x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
+    """Sum ``x * y`` over a dimension, whose size becomes 1."""
+    return add_halves(round_product(x * y), axis)
+
+
+@dataclass(frozen=True)
+class XlaExact:
+    """The backend ``"xla_exact"``: each row has the same bits in any program and batch."""
+
+    platform: ClassVar[str | None] = "cpu"
+    is_exact: ClassVar[bool] = True
+
+    attend = staticmethod(attend_exactly)
+    rope_write = staticmethod(_rope_write)
+    linear = staticmethod(_linear)
+    sum_rows = staticmethod(_sum_rows)
+    grouped_linear = staticmethod(_grouped_linear)
+    grouped_linear_refusal = staticmethod(_grouped_linear_refusal)
+    advance_rows = staticmethod(_advance_rows)
+    advance_rows_refusal = staticmethod(_advance_rows_refusal)
+
+    def refusal(self, problem: Problem) -> str | None:
+        """Return None, because every problem is supported."""
+        del problem
+        return None
+
+    def unavailable_for(
+        self, codes: Collection[str], dtype: DTypeLike, pool_dtype: DTypeLike
+    ) -> str | None:
+        """Return None, because all models are supported, see `CpuExact.unavailable_for`."""
+        del codes, dtype, pool_dtype
+        return None

@@ -1,0 +1,1 @@
+"""Parts of decoder layers, such as attention, experts and recurrences."""

@@ -1,0 +1,194 @@
+"""Recurrences with the delta rule: Gated DeltaNet and Kimi Delta Attention."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from paged_jax.kernels.norm_rope import add_bias
+from paged_jax.kernels.recurrent import delta_rule
+from paged_jax.models.parts.mixer import (
+    Arrays,
+    Mixed,
+    Mixer,
+    NamedPieces,
+    float32,
+    gated_norm,
+    log_decay,
+    normalise,
+)
+from paged_jax.models.parts.part import LayerCall, Shape
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedDeltaNet(Mixer):
+    """Gated DeltaNet (Yang et al., arXiv 2412.06464) of Qwen3-Next, Qwen3.5 and OLMo Hybrid.
+
+    For each key head, the rows of ``mixer_in_proj`` are its query, its key, its G values and G
+    output gates. The rows of ``mixer_gates_proj`` are G values of beta and G time steps, which
+    determine the decay.
+
+    Attributes:
+      num_key_heads: number of heads of queries and keys (K).
+      num_value_heads: number of heads of values, each with its own state.
+      key_dim: elements of a key (D).
+      value_dim: elements of a value (U).
+      has_negative_eigenvalues: whether beta is in the range 0 to 2 instead of 0 to 1. The state's
+        transition matrix may then have negative eigenvalues.
+      norm_eps: constant added to the mean square in the norm of the output.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    has_negative_eigenvalues: bool = False
+    norm_eps: float = 1e-6
+
+    divided = ("num_key_heads", "num_value_heads")
+    part_name = "heads of keys"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                "GatedDeltaNet: num_value_heads must be a multiple of num_key_heads, got "
+                f"num_value_heads {self.num_value_heads} and num_key_heads {self.num_key_heads}."
+            )
+
+    @property
+    def heads(self) -> tuple[int, int, int, int]:
+        """Number of key heads (K), value heads per key head (G), and key and value dims (D, U)."""
+        K = self.num_key_heads
+        return K, self.num_value_heads // K, self.key_dim, self.value_dim
+
+    @property
+    def state_shape(self) -> Shape:
+        """Shape of the state of a sequence: a matrix for each value head."""
+        K, G, D, U = self.heads
+        return K * G, D, U
+
+    def _shapes(self, hidden_size: int) -> Mapping[str, Shape]:
+        K, G, D, U = self.heads
+        return {
+            "mixer_in_proj": (K, 2 * D + 2 * G * U, hidden_size),
+            "mixer_gates_proj": (K, 2 * G, hidden_size),
+            "mixer_out_proj": (hidden_size, K * G * U),
+            "mixer_conv": (K, 2 * D + G * U, 1, self.conv_width),
+            "mixer_decay": (K, G),
+            "mixer_time": (K, G),
+            "mixer_norm": (U,),
+        }
+
+    @property
+    def _pieces(self) -> Mapping[str, NamedPieces]:
+        _, G, D, U = self.heads
+        qkv = ("q", D), ("k", D), ("v", G * U)
+        return {
+            "mixer_in_proj": (*qkv, ("z", G * U)),
+            "mixer_gates_proj": (("b", G), ("a", G)),
+            "mixer_conv": qkv,
+        }
+
+    def mix(self, x: jax.Array, call: LayerCall) -> Mixed:
+        """Project the inputs, see `Mixer.mix`."""
+        K, G, D, U = self.heads
+        fused = self.project_in(x, call)
+        qkv, z = fused[..., : 2 * D + G * U], fused[..., 2 * D + G * U :]
+        gates = call.linear(x, "mixer_gates_proj")
+        beta = jax.nn.sigmoid(gates[..., :G]) * (2 if self.has_negative_eigenvalues else 1)
+        decay = log_decay(call, add_bias(gates[..., G:], float32(call, "mixer_time")))
+
+        def run(qkv: jax.Array, others: Arrays, state: Any, num_tokens: jax.Array) -> Any:
+            B, T = qkv.shape[:2]
+            qkv, (beta, decay) = qkv.reshape(B, T, K, -1), others
+            return delta_rule(
+                normalise(qkv[..., :D], call.backend) * D**-0.5,
+                normalise(qkv[..., D : 2 * D], call.backend),
+                qkv[..., 2 * D :].reshape(B, T, K, G, U),
+                decay.reshape(B, T, K, G),
+                beta.reshape(B, T, K, G),
+                state,
+                num_tokens,
+            )
+
+        gate = jax.nn.silu(z.reshape(*z.shape[:-2], K * G, U))
+        recurrence = self.convolved(call, (qkv, beta, decay), run)
+        return Mixed(recurrence, lambda out: gated_norm(out, gate, call, self.norm_eps))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KimiDelta(Mixer):
+    """Kimi Delta Attention (arXiv 2510.26692): a delta rule with a decay per key element.
+
+    For each head, the rows of ``mixer_in_proj`` are its query, its key and its value.
+
+    Attributes:
+      num_heads: number of heads (K).
+      head_dim: elements of queries, keys and values (D). It is also the rank of the low-rank
+        projections of the decay and of the output gate.
+      norm_eps: constant added to the mean square in the norm of the output.
+    """
+
+    num_heads: int
+    head_dim: int
+    norm_eps: float = 1e-5
+
+    divided = ("num_heads",)
+    part_name = "heads"
+
+    @property
+    def state_shape(self) -> Shape:
+        """Shape of the state of a sequence: a matrix for each head."""
+        return self.num_heads, self.head_dim, self.head_dim
+
+    def _shapes(self, hidden_size: int) -> Mapping[str, Shape]:
+        K, D = self.num_heads, self.head_dim
+        return {
+            "mixer_in_proj": (K, 3 * D, hidden_size),
+            "mixer_gates_proj": (K, 1, hidden_size),
+            "mixer_rank_proj": (1, 2 * D, hidden_size),
+            "mixer_decay_proj": (K, D, D),
+            "mixer_gate_proj": (K, D, D),
+            "mixer_out_proj": (hidden_size, K * D),
+            "mixer_conv": (K, 3 * D, 1, self.conv_width),
+            "mixer_decay": (1, 1, K, 1),
+            "mixer_time": (K, D),
+            "mixer_norm": (D,),
+        }
+
+    @property
+    def _pieces(self) -> Mapping[str, NamedPieces]:
+        D = self.head_dim
+        qkv = ("q", D), ("k", D), ("v", D)
+        ranks = ("decay", D), ("gate", D)
+        return {"mixer_in_proj": qkv, "mixer_rank_proj": ranks, "mixer_conv": qkv}
+
+    def mix(self, x: jax.Array, call: LayerCall) -> Mixed:
+        """Project the inputs, see `Mixer.mix`."""
+        K, D = self.num_heads, self.head_dim
+        qkv = self.project_in(x, call)
+        beta = jax.nn.sigmoid(call.linear(x, "mixer_gates_proj"))
+        low = call.linear(x, "mixer_rank_proj")[..., 0, :]
+        steps = call.linear(low[..., :D], "mixer_decay_proj")
+        decay = log_decay(call, add_bias(steps, float32(call, "mixer_time")))
+        gate = jax.nn.sigmoid(call.linear(low[..., D:], "mixer_gate_proj"))
+
+        def run(qkv: jax.Array, others: Arrays, state: Any, num_tokens: jax.Array) -> Any:
+            B, T = qkv.shape[:2]
+            q, k, v = jnp.moveaxis(qkv.reshape(B, T, K, 3, D), 3, 0)
+            beta, decay = others
+            return delta_rule(
+                normalise(q, call.backend) * D**-0.5,
+                normalise(k, call.backend),
+                v[..., None, :],
+                decay.reshape(B, T, K, 1, D),
+                beta.reshape(B, T, K, 1),
+                state,
+                num_tokens,
+            )
+
+        recurrence = self.convolved(call, (qkv, beta, decay), run)
+        return Mixed(recurrence, lambda out: gated_norm(out, gate, call, self.norm_eps))

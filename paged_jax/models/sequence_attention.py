@@ -1,0 +1,189 @@
+# pyright: strict, reportUnknownMemberType=false
+"""Attention of whole sequences without a cache, by the op that an engine uses for prompts.
+
+Keys and values are rounded to the dtype of the engine's cache, and passed to the op as pools with
+the blocks of each sequence in order. With an exact backend, the result therefore has the bits of
+the same tokens in an engine. It is differentiable. `causal_attention` instead uses
+attention of JAX, which rounds and sums differently.
+"""
+
+import functools
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from paged_jax.kernels.attention import chunked_prefill_attention, paged_prefill_attention
+from paged_jax.kernels.dispatch import backend_for, is_exact
+from paged_jax.kernels.pool_format import is_quantised, quantise, query_dtype
+from paged_jax.models.config import ModelConfig
+from paged_jax.models.layer_attention import (
+    Attend,
+    Carry,
+    Heads,
+    LayerInputs,
+    Projection,
+    Reach,
+    Recurrence,
+)
+
+# Keys and values of a layer, ``[B, T, K, D]``. The values are None if they are a part of the keys.
+_KeysAndValues = tuple[jax.Array, jax.Array | None]
+
+
+def sequence_attention(
+    config: ModelConfig, num_tokens: jax.Array, cache_dtype: DTypeLike, backend: str | None
+) -> Attend[Carry]:
+    """Return an `Attend` function for whole sequences, which start at position 0.
+
+    Make a new function for each forward pass, because it keeps the keys and values that later
+    layers read. The inputs of layers are ``[B, T, ...]``, or ``[B * T, ...]``.
+
+    Args:
+      config: configuration of the model.
+      num_tokens: i32 ``[B]``, number of tokens in each row, at most T. The output of padding is 0.
+      cache_dtype: dtype to which keys and values are rounded. int8 and float8_e4m3fn quantise them.
+        Gradients ignore this rounding.
+      backend: backend of the attention, see `paged_attention`.
+    """
+    sources = config.kv_sources
+    is_read = {source for layer, source in enumerate(sources) if source != layer}
+    kept: dict[int, _KeysAndValues] = {}
+    B = num_tokens.shape[0]
+
+    def rows(x: jax.Array) -> jax.Array:
+        return x.reshape(B, -1, *x.shape[-2:])
+
+    def attend(index: int | jax.Array, heads: LayerInputs, carry: Carry) -> tuple[jax.Array, Carry]:
+        if isinstance(heads, Recurrence):
+            states = heads.initial_states(B, query_dtype(cache_dtype))
+            if is_exact(backend):
+                return heads.run_in_order(states, num_tokens, backend)[0], carry
+            return heads.run(states, num_tokens)[0], carry
+        if isinstance(heads, Heads) and heads.k is None:
+            assert isinstance(index, int)
+            q, (k, v) = heads.q, kept[sources[index]]
+        else:
+            q, k, v = heads.split(backend)
+            k, v = rows(k), None if heads.value_dim else rows(v)
+            if isinstance(index, int) and index in is_read:
+                kept[index] = k, v
+        out = _attend(
+            rows(q).astype(query_dtype(cache_dtype)),
+            (k, v),
+            None if heads.sinks is None else heads.sinks,
+            num_tokens,
+            (jnp.dtype(cache_dtype), config.reach(index), _options(heads, backend)),
+        )
+        return out.reshape(*q.shape[:-1], out.shape[-1]), carry
+
+    return attend
+
+
+def _options(heads: Projection | Heads, backend: str | None) -> tuple[tuple[str, Any], ...]:
+    """Return the keyword arguments of the attention op that are not arrays, hashable."""
+    return (
+        ("scale", heads.scale),
+        ("soft_cap", heads.soft_cap),
+        ("value_dim", heads.value_dim),
+        ("backend", backend_for("prefill", backend)),
+    )
+
+
+_Static = tuple[jnp.dtype, Reach, tuple[tuple[str, Any], ...]]
+
+
+def _attend(
+    q: jax.Array,
+    kv: _KeysAndValues,
+    sinks: jax.Array | None,
+    num_tokens: jax.Array,
+    static: _Static,
+) -> jax.Array:
+    if is_quantised(static[0]):
+        return _attend_to_quantised(static, q, kv, sinks, num_tokens)
+    return _attend_to(static, q, kv, sinks, num_tokens, (None, None))
+
+
+def _attend_to(
+    static: _Static,
+    q: jax.Array,
+    kv: _KeysAndValues,
+    sinks: jax.Array | None,
+    num_tokens: jax.Array,
+    scales: tuple[jax.Array | None, jax.Array | None],
+) -> jax.Array:
+    """Attend to keys and values ``[B, T, K, D]`` with scales ``[B, T, K]``, or without scales."""
+    dtype, reach, options = static
+    B, T = q.shape[:2]
+    block_size = T if reach.chunk is None else min(T, reach.chunk)
+    num_blocks = -(-T // block_size)
+
+    def pool(x: jax.Array | None) -> jax.Array | None:
+        """Return the blocks of all sequences, ``[1, B * num_blocks, K, block_size, ...]``."""
+        if x is None:
+            return None
+        rest = x.shape[2:]
+        x = jnp.pad(x, ((0, 0), (0, num_blocks * block_size - T), *[(0, 0)] * len(rest)))
+        x = x.reshape(B * num_blocks, block_size, *rest)
+        return jnp.swapaxes(x, 1, 2)[None]
+
+    k, v = (None if x is None else x.astype(dtype) for x in kv)
+    k_scale, v_scale = map(pool, scales)
+    tables = jnp.arange(B * num_blocks, dtype=jnp.int32).reshape(B, num_blocks)
+    k_pool = pool(k)
+    assert k_pool is not None
+    arrays = q, k_pool, pool(v), tables, num_tokens, num_tokens
+    named: Any = dict(options) | {"k_scale": k_scale, "v_scale": v_scale, "sinks": sinks}
+    if reach.chunk is not None:
+        return chunked_prefill_attention(*arrays, chunk=reach.chunk, **named)
+    window = reach.sliding_window
+    return cast(jax.Array, paged_prefill_attention(*arrays, sliding_window=window, **named))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_to_quantised(
+    static: _Static,
+    q: jax.Array,
+    kv: _KeysAndValues,
+    sinks: jax.Array | None,
+    num_tokens: jax.Array,
+) -> jax.Array:
+    """Attend to keys and values that are rounded to a quantised dtype.
+
+    The gradient is that of attention to the rounded values, as if rounding were the identity.
+    """
+    (k, k_scale), (v, v_scale) = _quantised(static, kv)
+    assert k is not None
+    return _attend_to(static, q, (k, v), sinks, num_tokens, (k_scale, v_scale))
+
+
+def _quantised(
+    static: _Static, kv: _KeysAndValues
+) -> tuple[tuple[jax.Array | None, jax.Array | None], ...]:
+    """Return the values and scales of the keys, and of the values."""
+    return tuple((None, None) if x is None else quantise(x, static[0]) for x in kv)
+
+
+def _forward(static: _Static, *args: Any) -> tuple[jax.Array, Any]:
+    return _attend_to_quantised(static, *args), args
+
+
+def _backward(static: _Static, args: Any, out_bar: jax.Array) -> Any:
+    q, kv, sinks, num_tokens = args
+    rounded = tuple(
+        None if x is None or scale is None else x.astype(jnp.float32) * scale[..., None]
+        for x, scale in _quantised(static, kv)
+    )
+    floats = jnp.dtype(jnp.float32), *static[1:]
+
+    def attend(q: jax.Array, kv: Any, sinks: jax.Array | None) -> jax.Array:
+        return _attend_to(floats, q, kv, sinks, num_tokens, (None, None))
+
+    result = cast(Any, jax.vjp(attend, q, lax.stop_gradient(rounded), sinks))
+    return *result[1](out_bar), None
+
+
+_attend_to_quantised.defvjp(_forward, _backward)
