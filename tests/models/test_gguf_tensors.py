@@ -5,13 +5,14 @@ import numpy as np
 import pytest
 
 from paged_jax.kernels.weight_formats import dequantise
+from paged_jax.models.codecs.gguf_types import GGUF_TYPES
 from paged_jax.models.gguf_file import GgufFile
-from paged_jax.models.loading.gguf_tensors import FORMATS, GgufTensor
+from paged_jax.models.loading.gguf_tensors import GgufTensor
 from paged_jax.models.loading.parameters import WeightsError
 from tests.support.gguf_files import SCALE_PLACES, random_rows, write
 
 _F32 = np.dtype(np.float32)
-QUANTISED = [name for name in FORMATS if name not in ("F32", "F16", "BF16")]
+QUANTISED = [name for name in GGUF_TYPES if name not in ("F32", "F16", "BF16")]
 NUM_ROWS, NUM_BLOCKS = 6, 3
 
 
@@ -44,7 +45,7 @@ def expected(file):
     }
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", GGUF_TYPES)
 def test_read_equals_the_reference_bit_for_bit(file, expected, kind):
     tensor = GgufTensor.of(file.tensors[kind])
     whole = tensor.read((slice(None),), _F32)
@@ -55,7 +56,7 @@ def test_read_equals_the_reference_bit_for_bit(file, expected, kind):
     np.testing.assert_array_equal(part, expected[kind][2:5, 3:7])
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", GGUF_TYPES)
 def test_read_arrays_keep_the_format_of_the_file(file, expected, kind):
     tensor = GgufTensor.of(file.tensors[kind])
     arrays = tensor.read_arrays(slice(1, 4))

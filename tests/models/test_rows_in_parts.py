@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from paged_jax.kernels.weight_formats import dequantise
+from paged_jax.models.codecs.gguf_types import GGUF_TYPES
 from paged_jax.models.gguf_file import GgufFile
-from paged_jax.models.loading.gguf_tensors import FORMATS as GGUF_TYPES
 from paged_jax.models.loading.gguf_tensors import GgufTensor
 from paged_jax.models.loading.safetensors_files import (
     READERS,

@@ -320,7 +320,7 @@ DRAWN = (
     mutant(
         "exponents have a bias of 128",
         "models/loading",
-        "paged_jax.models.loading.gguf_tensors:_read_mxfp4",
+        "paged_jax.models.codecs.gguf_types:_decode_mxfp4",
         "blocks[..., :1].astype(np.int32) - 127",
         "blocks[..., :1].astype(np.int32) - 128",
         "tests/models/test_gguf_tensors.py",
