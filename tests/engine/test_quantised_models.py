@@ -24,10 +24,11 @@ from paged_jax.kernels.cpu import library
 from paged_jax.kernels.cpu.library import LoadedKernel
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, dequantise
 from paged_jax.models.decoder import Decoder
+from paged_jax.models.errors import WeightsError
 from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading import orbax
 from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
-from paged_jax.models.loading.parameters import ModelSpec, WeightsError, named_arrays
+from paged_jax.models.loading.parameters import ModelSpec, named_arrays
 from paged_jax.models.loading.pretrained import from_pretrained, read_config, read_formats
 from paged_jax.models.matrix_formats import MatrixFormats, matrix_name
 from tests.support import DATA

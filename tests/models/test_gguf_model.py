@@ -15,12 +15,11 @@ import pytest
 from paged_jax.llm import LLM
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.decoder import Decoder
-from paged_jax.models.errors import UnsupportedConfigError
+from paged_jax.models.errors import UnsupportedConfigError, WeightsError
 from paged_jax.models.gguf_config import read_gguf_config
 from paged_jax.models.gguf_file import GgufError, GgufFile
 from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading.gguf_tensors import find_gguf_tensors
-from paged_jax.models.loading.parameters import WeightsError
 from paged_jax.models.loading.pretrained import read_config
 from paged_jax.plan import main as plan
 from paged_jax.sampling.params import SamplingParams

@@ -6,9 +6,9 @@ import pytest
 
 from paged_jax.kernels.weight_formats import dequantise
 from paged_jax.models.codecs.gguf_types import GGUF_TYPES
+from paged_jax.models.errors import WeightsError
 from paged_jax.models.gguf_file import GgufFile
 from paged_jax.models.loading.gguf_tensors import GgufTensor
-from paged_jax.models.loading.parameters import WeightsError
 from tests.support.gguf_files import SCALE_PLACES, random_rows, write
 
 _F32 = np.dtype(np.float32)

@@ -14,10 +14,11 @@ from safetensors.numpy import load_file, save_file
 
 from paged_jax.kernels.linear import reads_stacked_weights
 from paged_jax.models.decoder import Decoder
+from paged_jax.models.errors import WeightsError
 from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading import pretrained, stored_matrices
 from paged_jax.models.loading.huggingface import load_weights, save_weights
-from paged_jax.models.loading.parameters import WeightsError, named_arrays
+from paged_jax.models.loading.parameters import named_arrays
 from tests.support.processes import run_on_devices
 
 _CONFIG = LlamaConfig(

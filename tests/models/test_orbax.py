@@ -10,9 +10,10 @@ from flax import nnx
 
 from paged_jax.kernels.linear import reads_stacked_weights
 from paged_jax.models.decoder import Decoder
+from paged_jax.models.errors import WeightsError
 from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
-from paged_jax.models.loading.parameters import WeightsError, named_arrays
+from paged_jax.models.loading.parameters import named_arrays
 from tests.support import DATA
 from tests.support.processes import run_on_devices
 

@@ -15,10 +15,9 @@ from safetensors.numpy import load_file, save_file
 
 from paged_jax import monitoring
 from paged_jax.models.decoder import Decoder
-from paged_jax.models.errors import UnsupportedConfigError
+from paged_jax.models.errors import UnsupportedConfigError, WeightsError
 from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading.orbax import save_checkpoint
-from paged_jax.models.loading.parameters import WeightsError
 from paged_jax.models.loading.pretrained import from_pretrained, read_config
 from paged_jax.monitoring import Status
 from paged_jax.plan import main as plan

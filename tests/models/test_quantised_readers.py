@@ -17,9 +17,10 @@ from safetensors.numpy import load_file
 
 from paged_jax.kernels.weight_formats import CODES, dequantise
 from paged_jax.models.decoder import Decoder
+from paged_jax.models.errors import WeightsError
 from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading import stored_matrices
-from paged_jax.models.loading.parameters import WeightsError, named_arrays
+from paged_jax.models.loading.parameters import named_arrays
 from paged_jax.models.loading.pretrained import from_pretrained, read_config
 from paged_jax.models.loading.safetensors_files import (
     combine_quantised,

@@ -11,10 +11,10 @@ from safetensors.numpy import load_file, save_file
 
 from paged_jax.kernels.weight_formats import WeightArrays, dequantise
 from paged_jax.models.decoder import Decoder
+from paged_jax.models.errors import WeightsError
 from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading import quantised_floats
 from paged_jax.models.loading.huggingface import save_weights
-from paged_jax.models.loading.parameters import WeightsError
 from paged_jax.models.loading.quantised_floats import expand_mxfp4
 from paged_jax.models.loading.safetensors_files import find_tensors
 from tests.support.random_model import random_llama

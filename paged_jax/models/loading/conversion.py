@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.models.config import ModelConfig
-from paged_jax.models.loading.parameters import WeightsError
+from paged_jax.models.errors import WeightsError
 from paged_jax.models.loading.tensor_map import (
     EMBEDDINGS,
     HEAD,

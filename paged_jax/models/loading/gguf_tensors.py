@@ -15,9 +15,9 @@ from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat
 from paged_jax.kernels.weight_packing import split_levels
 from paged_jax.models.codecs.gguf_types import GGUF_TYPES, GgufType
 from paged_jax.models.config import ModelConfig
+from paged_jax.models.errors import WeightsError
 from paged_jax.models.gguf_config import ROPE_TENSORS
 from paged_jax.models.gguf_file import GgufFile, TensorEntry
-from paged_jax.models.loading.parameters import WeightsError
 from paged_jax.models.loading.stored_tensors import QuantisedTensor, is_finite, read_elements
 from paged_jax.models.loading.tensor_map import EMBEDDINGS, HEAD
 

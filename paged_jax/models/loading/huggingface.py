@@ -15,13 +15,13 @@ from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from paged_jax.models.config import ModelConfig
+from paged_jax.models.errors import WeightsError
 from paged_jax.models.gguf_file import GgufFile, is_gguf
 from paged_jax.models.loading.formats import can_keep_compact, choose_formats, interleave_rows
 from paged_jax.models.loading.gguf_tensors import find_gguf_tensors
 from paged_jax.models.loading.parameters import (
     Model,
     ModelSpec,
-    WeightsError,
     config_dict,
     named_arrays,
     resolve_dtype,

@@ -23,11 +23,11 @@ from jax.typing import DTypeLike
 
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat
 from paged_jax.models.config import ModelConfig
+from paged_jax.models.errors import WeightsError
 from paged_jax.models.loading.formats import can_keep_compact, widen
 from paged_jax.models.loading.parameters import (
     Model,
     ModelSpec,
-    WeightsError,
     config_dict,
     named_arrays,
     resolve_dtype,

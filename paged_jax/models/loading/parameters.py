@@ -32,10 +32,6 @@ DTYPES = ("float32", "bfloat16", "float16", *DTYPE_FORMATS)
 Model = TypeVar("Model", bound=nnx.Module)
 
 
-class WeightsError(ValueError):
-    """Error for files that do not contain the weights of the model, or are damaged."""
-
-
 @dataclasses.dataclass(frozen=True)
 class ModelSpec(Generic[Model]):
     """Description of a model to load: the arguments of its class, and its placement.

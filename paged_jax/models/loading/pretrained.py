@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from paged_jax.kernels.linear import reads_stacked_weights
 from paged_jax.kernels.weight_formats import WeightFormat
 from paged_jax.models.config import ModelConfig
+from paged_jax.models.errors import WeightsError
 from paged_jax.models.families.registry import text_config
 from paged_jax.models.gguf_config import read_gguf_config
 from paged_jax.models.gguf_file import GgufFile, is_gguf
@@ -28,7 +29,7 @@ from paged_jax.models.loading.orbax import (
     is_checkpoint,
     load_checkpoint,
 )
-from paged_jax.models.loading.parameters import Model, ModelSpec, WeightsError, resolve_dtype
+from paged_jax.models.loading.parameters import Model, ModelSpec, resolve_dtype
 from paged_jax.models.loading.safetensors_files import (
     READERS,
     check_counts,

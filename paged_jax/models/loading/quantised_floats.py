@@ -21,7 +21,7 @@ import numpy as np
 
 from paged_jax.arguments import is_int, is_real
 from paged_jax.kernels.weight_formats import CODES, WeightArrays, WeightFormat
-from paged_jax.models.loading.parameters import WeightsError
+from paged_jax.models.errors import WeightsError
 from paged_jax.models.loading.quantised_modules import (
     FLOATS,
     GroupScales,

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from paged_jax.models.loading.parameters import WeightsError
+from paged_jax.models.errors import WeightsError
 from paged_jax.models.loading.quantised_modules import (
     FLOATS,
     GroupScales,

@@ -19,7 +19,7 @@ import numpy as np
 
 from paged_jax.kernels.weight_formats import CODES, WeightArrays, WeightFormat
 from paged_jax.kernels.weight_packing import PACKED_BYTES, PACKED_INPUTS, pack
-from paged_jax.models.loading.parameters import WeightsError
+from paged_jax.models.errors import WeightsError
 from paged_jax.models.loading.stored_tensors import QuantisedTensor, StoredTensor, is_finite
 from paged_jax.models.quantisation import Scheme
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from paged_jax.models.config import ModelConfig
-from paged_jax.models.loading.parameters import WeightsError
+from paged_jax.models.errors import WeightsError
 from paged_jax.models.loading.quantised_floats import (
     BitsandbytesMatrix,
     Fp8Matrix,

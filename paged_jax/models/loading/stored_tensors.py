@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, dequantise
-from paged_jax.models.loading.parameters import WeightsError
+from paged_jax.models.errors import WeightsError
 
 # Dtype in which the model uses a tensor, for each floating-point dtype in a file. Models do not
 # compute in float64.
