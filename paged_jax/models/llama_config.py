@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paged_jax.arguments import names_arguments
+from paged_jax.models.codecs.quantisation import find_quantisation
 from paged_jax.models.config import Family, ModelConfig, PerLayerTable, check_num_layers
 from paged_jax.models.errors import UnsupportedConfigError
 from paged_jax.models.families.registry import FAMILIES, find_model_type, text_config
@@ -45,7 +46,6 @@ from paged_jax.models.parts.residual import (
     Sublayer,
 )
 from paged_jax.models.parts.streams import ResidualStreams, Streams
-from paged_jax.models.quantisation import find_quantisation
 from paged_jax.models.rope import QueryScale, Rope, RopeScaling
 
 

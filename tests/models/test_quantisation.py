@@ -6,8 +6,18 @@ import time
 
 import pytest
 
+from paged_jax.models.codecs.awq import AwqFormat
+from paged_jax.models.codecs.bitsandbytes import BitsandbytesFormat, BitsandbytesInt8Format
+from paged_jax.models.codecs.compressed_tensors import (
+    CompressedInt8Format,
+    CompressedPackedFormat,
+)
+from paged_jax.models.codecs.fp8 import Fp8Format
+from paged_jax.models.codecs.gptq import GptqFormat
+from paged_jax.models.codecs.mlx import MlxFormat
+from paged_jax.models.codecs.nvfp4 import ModelOptNvfp4Format
+from paged_jax.models.codecs.quantisation import find_quantisation, read_quantisation
 from paged_jax.models.errors import UnsupportedConfigError
-from paged_jax.models.quantisation import Scheme, find_quantisation, read_quantisation
 
 PROJECTION = "model.layers.3.mlp.down_proj"
 WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
@@ -45,20 +55,20 @@ def find(config, **options):
     return found
 
 
-# Configs of published checkpoints, and the scheme of a projection.
+# Configs of published checkpoints, and the format of a projection.
 PUBLISHED = {
-    "Qwen3-FP8": ({**FP8, "fmt": "e4m3"}, Scheme("fp8", block=(128, 128))),
+    "Qwen3-FP8": ({**FP8, "fmt": "e4m3"}, Fp8Format((128, 128))),
     "DeepSeek-V3.1": (
         {**FP8, "fmt": "e4m3", "scale_fmt": "ue8m0"},
-        Scheme("fp8", block=(128, 128), exponent_scales=True),
+        Fp8Format((128, 128), has_exponents=True),
     ),
     "MiniMax": (
         {**FP8, "fmt": "float8_e4m3fn", "ignored_layers": ["lm_head"]},
-        Scheme("fp8", block=(128, 128)),
+        Fp8Format((128, 128)),
     ),
     "AutoFP8": (
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["re:.*lm_head"]},
-        Scheme("fp8", block=(None, None)),
+        Fp8Format((None, None)),
     ),
     "Llama-3.1-405B-FP8": (
         {
@@ -66,9 +76,9 @@ PUBLISHED = {
             "activation_scale_ub": 1200.0,
             "modules_to_not_convert": ["lm_head", "model.layers.0"],
         },
-        Scheme("fp8"),
+        Fp8Format(),
     ),
-    "RedHatAI W4A16": (compressed(), Scheme("packed", 4, (1, 128), False)),
+    "RedHatAI W4A16": (compressed(), CompressedPackedFormat(4, (1, 128), has_zeros=False)),
     "RedHatAI W8A8": (
         compressed(
             "int-quantized",
@@ -77,27 +87,27 @@ PUBLISHED = {
             group_size=None,
             group={"input_activations": {"num_bits": 8, "type": "int", "dynamic": True}},
         ),
-        Scheme("int8", 8, (1, None), False),
+        CompressedInt8Format((1, None)),
     ),
     "RedHatAI FP8-dynamic": (
         compressed("naive-quantized", num_bits=8, type="float", strategy="channel"),
-        Scheme("fp8", 8, (1, None), False),
+        Fp8Format(),
     ),
     "old act order": (
         compressed(actorder="group", symmetric=False),
-        Scheme("packed", 4, (1, 128), True),
+        CompressedPackedFormat(4, (1, 128), has_zeros=True),
     ),
     "mixed-precision": (
         compressed("mixed-precision", group={"format": "pack-quantized"}),
-        Scheme("packed", 4, (1, 128), False),
+        CompressedPackedFormat(4, (1, 128), has_zeros=False),
     ),
     "Qwen2.5-AWQ": (
         {**AWQ, "modules_to_not_convert": None},
-        Scheme("awq", 4, (1, 128), has_zero_points=True),
+        AwqFormat(128),
     ),
     "old AWQ": (
         {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "GEMM"},
-        Scheme("awq", 4, (1, 64), has_zero_points=True),
+        AwqFormat(64),
     ),
     "Qwen2.5-GPTQ-Int4": (
         {
@@ -107,11 +117,11 @@ PUBLISHED = {
             "tokenizer": None, "true_sequential": True, "use_cuda_fp16": False,
             "use_exllama": True,
         },
-        Scheme("gptq", 4, (1, 128), True, zero_offset=1, is_symmetric=True),
+        GptqFormat(4, 128, is_symmetric=True, version=1),
     ),
     "GPTQ v2, 8 bits": (
         {**GPTQ, "bits": 8, "group_size": -1, "sym": False, "checkpoint_format": "gptq_v2"},
-        Scheme("gptq", 8, (1, None), True),
+        GptqFormat(8, None, is_symmetric=False, version=2),
     ),
     "unsloth-bnb-4bit": (
         {
@@ -122,51 +132,51 @@ PUBLISHED = {
             "llm_int8_skip_modules": ["lm_head", "merger", "model.layers.1.mlp"],
             "llm_int8_threshold": 6.0,
         },
-        Scheme("bitsandbytes-4", 4, (1, 64)),
+        BitsandbytesFormat(),
     ),
     "bitsandbytes int8": (
         {"quant_method": "bitsandbytes", "load_in_8bit": True},
-        Scheme("bitsandbytes-8"),
+        BitsandbytesInt8Format(),
     ),
     "ModelOpt FP8": (
         {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]},
-        Scheme("fp8", block=(None, None)),
+        Fp8Format((None, None)),
     ),
     "ModelOpt NVFP4": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16,
          "exclude_modules": ["*lm_head*", "model.layers.0*"]},
-        Scheme("modelopt-nvfp4", 4, (1, 16)),
+        ModelOptNvfp4Format(16),
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_find_quantisation_reads_published_configs(name) -> None:
-    config, scheme = PUBLISHED[name]
+    config, format = PUBLISHED[name]
     quantisation = find(config)
-    assert quantisation.scheme_of(PROJECTION) == scheme
-    assert quantisation.ignoring(PROJECTION) is None
+    assert quantisation.format_of(PROJECTION) == format
+    assert quantisation.excluding(PROJECTION) is None
 
 
 def test_find_quantisation_reads_gpt_oss_and_mlx() -> None:
     skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
     experts = find({"quant_method": "mxfp4", "modules_to_not_convert": skipped}, has_mxfp4=True)
-    assert experts.scheme_of("model.layers.0.mlp.experts.down_proj") is not None
-    assert experts.ignoring("model.layers.11.self_attn.q_proj") == skipped[0]
-    assert experts.ignoring("model.layers.0.mlp.experts.down_proj") is None
+    assert experts.format_of("model.layers.0.mlp.experts.down_proj") is not None
+    assert experts.excluding("model.layers.11.self_attn.q_proj") == skipped[0]
+    assert experts.excluding("model.layers.0.mlp.experts.down_proj") is None
     entry = {
         "group_size": 64, "bits": 4, PROJECTION: {"group_size": 32, "bits": 8}, "lm_head": False,
         "model.embed_tokens": True,
     }  # fmt: skip
     mlx = find_quantisation({"quantization": entry, "quantization_config": entry})
     assert mlx is not None
-    assert mlx.scheme_of(PROJECTION) == Scheme("mlx", 8, (1, 32), has_zero_points=True)
-    assert mlx.scheme_of("model.embed_tokens") == Scheme("mlx", 4, (1, 64), has_zero_points=True)
-    assert mlx.ignoring("lm_head") == "lm_head" and mlx.ignoring(PROJECTION) is None
+    assert mlx.format_of(PROJECTION) == MlxFormat(8, 32)
+    assert mlx.format_of("model.embed_tokens") == MlxFormat(4, 64)
+    assert mlx.excluding("lm_head") == "lm_head" and mlx.excluding(PROJECTION) is None
     # The defaults of `mlx.nn.quantize`.
     mlx = find_quantisation({"quantization": {"bits": 4}})
     assert mlx is not None
-    assert mlx.scheme_of(PROJECTION) == Scheme("mlx", 4, (1, 64), has_zero_points=True)
+    assert mlx.format_of(PROJECTION) == MlxFormat(4, 64)
 
 
 @pytest.mark.parametrize(
@@ -183,26 +193,26 @@ def test_find_quantisation_reads_gpt_oss_and_mlx() -> None:
         (PUBLISHED["ModelOpt NVFP4"][0], "model.lm_head.x", "model.head"),
     ],
 )
-def test_ignoring_matches_whole_parts_of_names(config, ignored, kept) -> None:
+def test_excluding_matches_whole_parts_of_names(config, ignored, kept) -> None:
     quantisation = find(config)
-    assert quantisation.ignoring(ignored) is not None
-    assert quantisation.ignoring(kept) is None
+    assert quantisation.excluding(ignored) is not None
+    assert quantisation.excluding(kept) is None
 
 
-def test_groups_and_dynamic_entries_change_the_scheme_of_some_modules() -> None:
+def test_groups_and_dynamic_entries_change_the_format_of_some_modules() -> None:
     config = {**GPTQ, "dynamic": {r"+:.*\.3\..*": {"bits": 8, "group_size": 64}}}
-    assert find(config).scheme_of(PROJECTION) == Scheme(
-        "gptq", 8, (1, 64), True, zero_offset=1, is_symmetric=True
-    )
+    assert find(config).format_of(PROJECTION) == GptqFormat(8, 64, is_symmetric=True, version=1)
     config = compressed()
     config["config_groups"]["group_1"] = {
         "targets": ["re:.*down_proj"],
         "weights": {**WEIGHTS, "num_bits": 8, "strategy": "channel"},
     }
     quantisation = find(config)
-    assert quantisation.scheme_of(PROJECTION) == Scheme("packed", 8, (1, None), False)
-    assert quantisation.scheme_of("model.layers.3.mlp.up_proj") == Scheme(
-        "packed", 4, (1, 128), False
+    assert quantisation.format_of(PROJECTION) == CompressedPackedFormat(
+        8, (1, None), has_zeros=False
+    )
+    assert quantisation.format_of("model.layers.3.mlp.up_proj") == CompressedPackedFormat(
+        4, (1, 128), has_zeros=False
     )
 
 
@@ -264,7 +274,7 @@ def test_find_quantisation_names_what_it_rejects(name) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "reader"),
+    ("file", "content", "name"),
     [
         ("quantize_config.json", {"bits": 4, "group_size": 128, "desc_act": True}, "gptq"),
         ("quant_config.json", {"w_bit": 4, "q_group_size": 128, "version": "GEMM"}, "awq"),
@@ -275,19 +285,19 @@ def test_find_quantisation_names_what_it_rejects(name) -> None:
         ),
     ],
 )
-def test_read_quantisation_reads_files_of_older_tools(tmp_path, file, content, reader) -> None:
+def test_read_quantisation_reads_files_of_older_tools(tmp_path, file, content, name) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert read_quantisation(tmp_path) is None
     (tmp_path / file).write_text(json.dumps(content))
     quantisation = read_quantisation(tmp_path)
     assert quantisation is not None
-    scheme = quantisation.scheme_of(PROJECTION)
-    assert scheme is not None and scheme.reader == reader
+    format = quantisation.format_of(PROJECTION)
+    assert format is not None and format.name == name
     # The config of the model takes precedence.
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FP8}))
     quantisation = read_quantisation(tmp_path)
     assert quantisation is not None
-    assert quantisation.scheme_of(PROJECTION) == Scheme("fp8", block=(128, 128))
+    assert quantisation.format_of(PROJECTION) == Fp8Format((128, 128))
     (tmp_path / "config.json").unlink()
     (tmp_path / file).write_text(json.dumps({**content, "quantization": {}, "bits": 5, "w_bit": 5}))
     with pytest.raises(UnsupportedConfigError, match=file):
@@ -321,8 +331,8 @@ def test_many_excluded_modules_are_found_fast(method) -> None:
     quantisation = find(excluding([*names, r"re:.*\.visual\."]))
     modules = [f"model.layers.{n}.mlp.experts.{e}.up_proj" for n in range(2) for e in range(5000)]
     start = time.process_time()
-    assert {quantisation.ignoring(module) for module in modules} == {None}
-    assert {quantisation.scheme_of(module) is None for module in modules} == {False}
+    assert {quantisation.excluding(module) for module in modules} == {None}
+    assert {quantisation.format_of(module) is None for module in modules} == {False}
     assert time.process_time() - start < 1, "10,000 modules times 500 names"
     regexes = {name: re.compile(expression.format(re.escape(name))) for name in names}
     for module in (
@@ -330,5 +340,5 @@ def test_many_excluded_modules_are_found_fast(method) -> None:
         "inner.model.layers.7.mlp.shared_gate", "xmodel.layers.7.mlp.gate", "layers.7.mlp.gate",
     ):  # fmt: skip
         expected = [name for name, regex in regexes.items() if regex.match(module)]
-        assert quantisation.ignoring(module) == next(iter(expected), None), module
-    assert quantisation.ignoring("model.visual.blocks.0") == r"re:.*\.visual\."
+        assert quantisation.excluding(module) == next(iter(expected), None), module
+    assert quantisation.excluding("model.visual.blocks.0") == r"re:.*\.visual\."

@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from paged_jax.kernels.weight_formats import CODES, dequantise
+from paged_jax.models.codecs.quantisation import combine_quantised, find_quantisation
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.errors import WeightsError
 from paged_jax.models.llama_config import LlamaConfig
@@ -23,12 +24,10 @@ from paged_jax.models.loading import stored_matrices
 from paged_jax.models.loading.parameters import named_arrays
 from paged_jax.models.loading.pretrained import from_pretrained, read_config
 from paged_jax.models.loading.safetensors_files import (
-    combine_quantised,
     find_tensors,
     list_tensors,
     name_tensors,
 )
-from paged_jax.models.quantisation import find_quantisation
 from tests.support import DATA
 from tests.support.quantised_files import FP4, MODULE, to_words
 from tests.support.quantised_files import write_tensors as write

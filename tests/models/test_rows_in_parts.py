@@ -13,14 +13,10 @@ import pytest
 
 from paged_jax.kernels.weight_formats import dequantise
 from paged_jax.models.codecs.gguf_types import GGUF_TYPES
+from paged_jax.models.codecs.quantisation import CODECS, combine_quantised, find_quantisation
 from paged_jax.models.gguf_file import GgufFile
 from paged_jax.models.loading.gguf_tensors import GgufTensor
-from paged_jax.models.loading.safetensors_files import (
-    READERS,
-    combine_quantised,
-    list_tensors,
-)
-from paged_jax.models.quantisation import find_quantisation
+from paged_jax.models.loading.safetensors_files import list_tensors
 from tests.support import gguf_files
 from tests.support.quantised_files import FORMATS, write_tensors
 
@@ -55,14 +51,15 @@ def check_ranges(stored, want: np.ndarray, *, is_rounded: bool = False) -> None:
 
 @pytest.mark.parametrize("name", FORMATS, ids=" ".join)
 def test_ranges_of_a_published_format(tmp_path, name) -> None:
-    reader, _ = name
+    format, _ = name
     matrix = FORMATS[name](np.random.default_rng(3))
-    write_tensors(tmp_path, matrix.tensors, "m." if reader != "mxfp4-experts" else "m")
-    key = "quantization" if reader.startswith("mlx") else "quantization_config"
+    write_tensors(tmp_path, matrix.tensors, "m." if format != "mxfp4-experts" else "m")
+    key = "quantization" if format.startswith("mlx") else "quantization_config"
     quantisation = find_quantisation({key: matrix.config}, has_mxfp4=True)
-    assert quantisation is not None and quantisation.scheme_of("m").reader == reader
+    assert quantisation is not None
+    assert [each.name for each in quantisation.formats] == [format]
     [stored] = combine_quantised(list_tensors(tmp_path), quantisation)
-    check_ranges(stored, matrix.want, is_rounded=reader in ROUNDED)
+    check_ranges(stored, matrix.want, is_rounded=format in ROUNDED)
 
 
 @pytest.mark.parametrize("kind", GGUF_TYPES)
@@ -80,5 +77,6 @@ def test_ranges_of_a_gguf_type(tmp_path, kind) -> None:
     check_ranges(GgufTensor.of(entry, num_rotated_heads=2), want)
 
 
-def test_every_reader_has_a_format() -> None:
-    assert {reader for reader, _ in FORMATS} == READERS.keys()
+def test_every_format_of_a_codec_has_files() -> None:
+    formats = {format.name for codec in CODECS for format in codec.formats}
+    assert {name for name, _ in FORMATS} == formats

@@ -10,12 +10,12 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from paged_jax.kernels.weight_formats import WeightArrays, dequantise
+from paged_jax.models.codecs import mxfp4
+from paged_jax.models.codecs.mxfp4 import expand_mxfp4
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.errors import WeightsError
 from paged_jax.models.llama_config import LlamaConfig
-from paged_jax.models.loading import quantised_floats
 from paged_jax.models.loading.huggingface import save_weights
-from paged_jax.models.loading.quantised_floats import expand_mxfp4
 from paged_jax.models.loading.safetensors_files import find_tensors
 from tests.support.random_model import random_llama
 
@@ -99,7 +99,7 @@ def test_from_pretrained_expands_mxfp4_experts_one_at_a_time(tmp_path, monkeypat
         sizes.append(blocks.shape[0])
         return expand(blocks, scales)
 
-    monkeypatch.setattr(quantised_floats, "expand_mxfp4", recorded)
+    monkeypatch.setattr(mxfp4, "expand_mxfp4", recorded)
     model = Decoder.from_pretrained(tmp_path, dequantise=True)
     assert sizes == [1] * (CONFIG.num_hidden_layers * 2 * CONFIG.num_experts)
     layer = model.layers[1]

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from paged_jax.models.codecs.mxfp4 import MXFP4_BLOCK, MXFP4_BLOCK_BYTES
+from paged_jax.models.codecs.quantisation import combine_quantised, find_quantisation
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading import conversion, huggingface, stored_matrices
 from paged_jax.models.loading.parameters import ModelSpec, named_arrays
-from paged_jax.models.loading.quantised_floats import MXFP4_BLOCK, MXFP4_BLOCK_BYTES
-from paged_jax.models.loading.safetensors_files import combine_quantised, find_tensors
+from paged_jax.models.loading.safetensors_files import find_tensors
 from paged_jax.models.loading.stored_tensors import StoredTensor
 from paged_jax.models.loading.tensor_map import map_parameter, standard_name
-from paged_jax.models.quantisation import find_quantisation
 from paged_jax.models.rope import RopeScaling
 from paged_jax.models.tensor_mapping import TensorMapping
 from tests.support.real_checkpoints import REAL_CHECKPOINTS

@@ -19,8 +19,7 @@ _RACES = ("tests/kernels/test_tpu_races.py::test_kernels_have_no_races",)
 
 _TOOLS = "paged_jax.models.text.tool_reader"
 _REASONING = "paged_jax.models.text.reasoning"
-_FLOATS = "paged_jax.models.loading.quantised_floats"
-_INTEGERS = "paged_jax.models.loading.quantised_integers"
+_CODECS = "paged_jax.models.codecs"
 
 SURVIVORS = (
     # Answers in pieces
@@ -237,7 +236,7 @@ SURVIVORS = (
     mutant(
         "rows from an odd element begin one element early",
         "models/loading/bitsandbytes",
-        f"{_FLOATS}:BitsandbytesMatrix._read_values",
+        f"{_CODECS}.bitsandbytes:BitsandbytesMatrix.decode",
         "values[start % 2 : start % 2 + stop - start]",
         "values[: stop - start]",
         *_MATRICES,
@@ -245,7 +244,7 @@ SURVIVORS = (
     mutant(
         "later rows have the nested scales of the first rows",
         "models/loading/bitsandbytes",
-        f"{_FLOATS}:BitsandbytesMatrix._read_groups",
+        f"{_CODECS}.bitsandbytes:BitsandbytesMatrix._read_scales",
         'np.arange(first, last) // self._state["nested_blocksize"]',
         'np.arange(last - first) // self._state["nested_blocksize"]',
         *_MATRICES,
@@ -253,23 +252,23 @@ SURVIVORS = (
     mutant(
         "asymmetric zero points of 8 are read as version 2",
         "models/loading/gptq",
-        f"{_INTEGERS}:GptqMatrix._zero_offset",
-        "offset and self.scheme.is_symmetric",
-        "offset",
+        f"{_CODECS}.gptq:GptqMatrix._zero_offset",
+        "self.settings.is_symmetric",
+        "True",
         *_MATRICES,
     ),
     mutant(
         "zero points of later rows are those of other rows",
         "models/loading/gptq",
-        f"{_INTEGERS}:GptqMatrix._read_zeros",
-        "start -= first * self._per_word",
-        "pass",
+        f"{_CODECS}.packed_integers:read_zeros",
+        "slice(first, math.ceil(stop / per_word))",
+        "slice(0, math.ceil(stop / per_word))",
         *_MATRICES,
     ),
     mutant(
         "rows within a word are those at its start",
         "models/loading/awq",
-        f"{_INTEGERS}:AwqMatrix._unpack",
+        f"{_CODECS}.awq:AwqMatrix._unpack",
         "values.reshape(-1, words.shape[1])[start - first * 8 : stop - first * 8]",
         "values.reshape(-1, words.shape[1])[: stop - start]",
         *_MATRICES,
@@ -277,9 +276,9 @@ SURVIVORS = (
     mutant(
         "zero points within a word are those at its start",
         "models/loading/compressed",
-        f"{_INTEGERS}:CompressedIntegerMatrix._read_zeros",
-        "unpack_words(words.T, self.scheme.bits).T[start:stop]",
-        "unpack_words(words.T, self.scheme.bits).T[: stop - start]",
+        f"{_CODECS}.packed_integers:read_zeros",
+        "zeros[start - first * per_word : stop - first * per_word]",
+        "zeros[: stop - start]",
         *_MATRICES,
     ),
     # Sampling and beam search

@@ -319,7 +319,7 @@ def bitsandbytes_int8(rng: Rng, shape=(21, 64)) -> Matrix:
     return Matrix({"quant_method": "bitsandbytes", "load_in_8bit": True}, tensors, want)
 
 
-# A function for each variant of each format, by the name in `Scheme.reader` and a description.
+# A function for each variant of each format, by `ModuleFormat.name` and a description.
 FORMATS: Mapping[tuple[str, str], Callable[[Rng], Matrix]] = {
     ("fp8", "a scale"): fp8,
     ("fp8", "a scale per row"): lambda rng: fp8(rng, scale_shape=(21, 1)),

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from paged_jax.models.codecs.quantisation import QUANTISATION_KEYS
 from paged_jax.models.config import Family
 from paged_jax.models.errors import UnsupportedConfigError
 from paged_jax.models.families.cohere import Cohere, Cohere2
@@ -44,7 +45,6 @@ from paged_jax.models.families.qwen_experts import Qwen2Experts, Qwen3Experts
 from paged_jax.models.families.seed_oss import SeedOss
 from paged_jax.models.families.smollm3 import SmolLM3
 from paged_jax.models.model_folder import read_names
-from paged_jax.models.quantisation import QUANTISATION_KEYS
 
 # Families by `model_type`. Programs may add their own families, see examples/new_family.py.
 FAMILIES: dict[str, Family] = {

@@ -31,8 +31,6 @@ from paged_jax.models.tensor_parallel import divides_inputs
 # Tensors of the files by name.
 Stored = Mapping[str, StoredTensor]
 
-_OF_EMBEDDINGS = ("mlx", "mlx-mxfp4")
-
 
 def is_quantised(tensor: StoredTensor) -> bool:
     """Return whether the files store a tensor in a quantised format."""

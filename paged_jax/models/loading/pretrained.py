@@ -12,6 +12,8 @@ from jax.typing import DTypeLike
 
 from paged_jax.kernels.linear import reads_stacked_weights
 from paged_jax.kernels.weight_formats import WeightFormat
+from paged_jax.models.codecs.module_matrix import ModuleFormat
+from paged_jax.models.codecs.module_names import Quantisation
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.errors import WeightsError
 from paged_jax.models.families.registry import text_config
@@ -31,7 +33,6 @@ from paged_jax.models.loading.orbax import (
 )
 from paged_jax.models.loading.parameters import Model, ModelSpec, resolve_dtype
 from paged_jax.models.loading.safetensors_files import (
-    READERS,
     check_counts,
     check_names,
     find_quantisation,
@@ -43,11 +44,7 @@ from paged_jax.models.loading.tensor_map import map_parameter
 from paged_jax.models.matrices import Sharding
 from paged_jax.models.matrix_formats import DTYPE_FORMATS, MatrixFormats, is_matrix, name_of
 from paged_jax.models.model_folder import describe_folder, read_config_json
-from paged_jax.models.quantisation import Quantisation, Scheme
 from paged_jax.models.tensor_parallel import divides_inputs
-
-# Formats (values of `Scheme.reader`) in which embeddings and the output head may be quantised, too.
-_OF_EMBEDDINGS = ("mlx", "mlx-mxfp4")
 
 
 def from_pretrained(
@@ -184,17 +181,16 @@ def _plan_formats(
     for name, shape in spec.separate_shapes().items():
         if not is_matrix(name):
             continue
-        schemes = [
-            _scheme_of(quantisation, mapping.tensor.removesuffix(".weight"))
+        stored = [
+            planned_format(quantisation, mapping.tensor.removesuffix(".weight"))
             for mapping in map_parameter(spec.config, name)
         ]
+        format: WeightFormat | str = floats
         # A matrix may consist of several tensors. If only some of them are quantised, the matrix is
         # loaded as floats.
-        scheme = schemes[0] if all(each == schemes[0] for each in schemes) else None
-        format: WeightFormat | str = floats
-        if scheme is not None:
+        if stored[0] is not None and all(each == stored[0] for each in stored):
             num_parts = num_devices if divides_inputs(spec.config, name) else 1
-            format = _usual_format(scheme)
+            format = stored[0].planned
             if math.gcd(format.group_size or shape[-1], shape[-1]) == shape[-1]:
                 format = dataclasses.replace(format, group_size=None)
             format = fit_format(format, shape[-1], num_parts)
@@ -202,30 +198,10 @@ def _plan_formats(
     return MatrixFormats.create(formats)
 
 
-def _usual_format(scheme: Scheme) -> WeightFormat:
-    """Return the format that matrices with this scheme usually have.
-
-    Quantisation configs do not contain the dtype of scales, so the usual dtype is assumed.
-    """
-    reader = READERS[scheme.reader]
-    usual = "bfloat16" if scheme.exponent_scales else reader.usual_scale_dtype
-    code, scale_dtype = reader.code_of(scheme), reader.scale_dtype or usual
-    min_dtype = scale_dtype if code == "uint4" else "float32"
-    has_minima = scheme.has_zero_points and not scheme.is_symmetric
-    return WeightFormat(code, scheme.block[1], scale_dtype, min_dtype if has_minima else None)
-
-
-def _scheme_of(quantisation: Quantisation, module: str) -> Scheme | None:
-    scheme = quantisation.scheme_of(module)
-    if scheme is None or quantisation.ignoring(module) is not None:
-        return None
-    if module.endswith((".embed_tokens", "lm_head")) and scheme.reader not in _OF_EMBEDDINGS:
-        return None
-    is_expert = ".experts." in module
-    if scheme.reader == "mxfp4-experts" and not is_expert:
-        return None
-    is_router = module.endswith((".gate", ".router", ".shared_expert_gate"))
-    return None if is_router else scheme
+def planned_format(quantisation: Quantisation, module: str) -> ModuleFormat | None:
+    """Return the format of a module if there are no files; None if it is not quantised."""
+    format = quantisation.format_of(module)
+    return format if format is not None and format.selects(module) else None
 
 
 def bundled_folder() -> Path:

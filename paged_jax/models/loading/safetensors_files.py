@@ -1,8 +1,6 @@
 """Safetensors files of a model folder: list their tensors, and explain errors in them.
 
-Several tensors may form a quantised matrix. To support another quantised format, write a subclass
-of `ModuleMatrix` and add it to `READERS`. In addition, `models.quantisation` must convert the
-quantisation config of the format to a `Scheme` with the name of this reader.
+Several tensors may form a quantised matrix, see `paged_jax.models.codecs`.
 """
 
 import json
@@ -13,30 +11,17 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from paged_jax.models.codecs.module_names import Quantisation
+from paged_jax.models.codecs.quantisation import (
+    combine_quantised,
+    is_quantised_name,
+    read_quantisation,
+)
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.errors import WeightsError
-from paged_jax.models.loading.quantised_floats import (
-    BitsandbytesMatrix,
-    Fp8Matrix,
-    MlxMxfp4Matrix,
-    ModelOptNvfp4Matrix,
-    Mxfp4Experts,
-    Mxfp4Matrix,
-    Nvfp4Matrix,
-)
-from paged_jax.models.loading.quantised_integers import (
-    AwqMatrix,
-    BitsandbytesInt8Matrix,
-    CompressedIntegerMatrix,
-    GptqMatrix,
-    Int8Matrix,
-    MlxMatrix,
-)
-from paged_jax.models.loading.quantised_modules import ModuleMatrix
-from paged_jax.models.loading.stored_tensors import FLOAT_DTYPES, JoinedTensor, StoredTensor
+from paged_jax.models.loading.stored_tensors import JoinedTensor, StoredTensor
 from paged_jax.models.loading.tensor_map import EMBEDDINGS, HEAD, map_parameter, standard_name
 from paged_jax.models.model_folder import describe_folder, read_json
-from paged_jax.models.quantisation import Quantisation, Scheme, read_quantisation
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -60,36 +45,8 @@ _FUSED_EXPERTS = re.compile(
     r"\.(experts\.(gate_up|down)_proj|block_sparse_moe\.\w+_linear\.weight)$"
 )
 
-# Classes that read quantised matrices, by the name in `Scheme.reader`.
-READERS: Mapping[str, type[ModuleMatrix]] = {
-    "fp8": Fp8Matrix,
-    "int8": Int8Matrix,
-    "packed": CompressedIntegerMatrix,
-    "nvfp4": Nvfp4Matrix,
-    "modelopt-nvfp4": ModelOptNvfp4Matrix,
-    "mxfp4": Mxfp4Matrix,
-    "mxfp4-experts": Mxfp4Experts,
-    "awq": AwqMatrix,
-    "gptq": GptqMatrix,
-    "bitsandbytes-4": BitsandbytesMatrix,
-    "bitsandbytes-8": BitsandbytesInt8Matrix,
-    "mlx": MlxMatrix,
-    "mlx-mxfp4": MlxMxfp4Matrix,
-}
-_WEIGHT = ".weight"
-# Name endings of tensors that only quantised modules have.
-_ENDS = {end for reader in READERS.values() for end in reader.required + reader.optional}
-_ENDS -= {_WEIGHT}
-# Name endings of scales for activations. They are ignored, because activations are not quantised.
-_ACTIVATIONS = (
-    ".input_scale", ".activation_scale", ".input_global_scale", ".input_zero_point",
-    ".input_scale_ub", ".output_scale",
-)  # fmt: skip
 # Scales of an 8-bit KV cache. They are stored in attention modules or in their projections.
 _KV_SCALES = re.compile(r"\.(q|k|v|kv)_(scale|zero_point)$|\.[kv]_proj\.output_scale$")
-_END = re.compile(
-    "(" + "|".join(map(re.escape, sorted((*_ENDS, *_ACTIVATIONS, _WEIGHT), key=len))) + ")$"
-)
 
 
 def find_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
@@ -315,64 +272,6 @@ def _explain_missing(folder: Path) -> str:
     if pickled:
         return f", only {pickled[0]}, which can run code when read. Convert it to safetensors."
     return ". Fetch the weights, too."
-
-
-def is_quantised_name(name: str) -> bool:
-    """Return whether a tensor of this name always belongs to a quantised module."""
-    found = _END.search(name)
-    return found is not None and found[0] != _WEIGHT
-
-
-def combine_quantised(
-    tensors: Iterable[StoredTensor], quantisation: Quantisation
-) -> list[StoredTensor]:
-    """Combine the tensors of each quantised matrix into one, and keep all other tensors.
-
-    Raises:
-      WeightsError: the tensors of a matrix do not fit together, or contradict the quantisation
-        config.
-    """
-    modules: dict[str, dict[str, StoredTensor]] = {}
-    for tensor in tensors:
-        if found := _END.search(tensor.name):
-            modules.setdefault(tensor.name[: found.start()], {})[found[0]] = tensor
-    combined: dict[str, StoredTensor] = {tensor.name: tensor for tensor in tensors}
-    count = 0
-    for module, parts in modules.items():
-        weight = parts.get(_WEIGHT)
-        is_float = weight is None or weight.dtype in FLOAT_DTYPES
-        if is_float and not any(end in _ENDS for end in parts):
-            continue
-        count += 1
-        scheme = _scheme_of(module, parts, quantisation)
-        for part in parts.values():
-            del combined[part.name]
-        parts = {end: part for end, part in parts.items() if end not in _ACTIVATIONS}
-        matrix = READERS[scheme.reader].combine(module, parts, scheme)
-        combined[matrix.name] = matrix
-    if not count and any(scheme for _, scheme in quantisation.schemes):
-        raise WeightsError(
-            f"load_weights: {quantisation.source} describes quantised weights, but no tensor in "
-            "the files is quantised. Remove the entry to load the weights as floats."
-        )
-    return [*combined.values()]
-
-
-def _scheme_of(
-    module: str, parts: Mapping[str, StoredTensor], quantisation: Quantisation
-) -> Scheme:
-    name = next(part.name for end, part in parts.items() if end != _WEIGHT or len(parts) == 1)
-    if (entry := quantisation.ignoring(module)) is not None:
-        raise WeightsError(
-            f"load_weights: {name} belongs to a quantised module, but the entry {entry!r} of "
-            f"{quantisation.source} excludes {module} from quantisation."
-        )
-    if (scheme := quantisation.scheme_of(module)) is None:
-        raise WeightsError(
-            f"load_weights: {name} belongs to a quantised module, but no entry of "
-            f"{quantisation.source} applies to {module}."
-        )
-    return scheme
 
 
 def _without_kv_scales(tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
