@@ -1,4 +1,4 @@
-"""Errors of configs that need an unsupported feature, and of files without usable weights."""
+"""Errors of configs, of files without usable weights, and of models that cannot be saved."""
 
 
 class UnsupportedConfigError(ValueError):
@@ -7,3 +7,7 @@ class UnsupportedConfigError(ValueError):
 
 class WeightsError(ValueError):
     """Error for files that do not contain the weights of the model, or are damaged."""
+
+
+class SaveError(ValueError):
+    """Error for a quantised matrix that the formats of saved models cannot represent."""

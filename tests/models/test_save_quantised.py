@@ -11,11 +11,15 @@ from safetensors import safe_open
 
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, dequantise
 from paged_jax.kernels.weight_packing import pack
+from paged_jax.models.codecs.compressed_tensors import (
+    CompressedPackedFormat,
+    CompressedTensorsCodec,
+)
 from paged_jax.models.decoder import Decoder
+from paged_jax.models.errors import SaveError
 from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading.huggingface import load_weights
 from paged_jax.models.loading.parameters import named_arrays
-from paged_jax.models.loading.save_quantised import SaveError, quantised_module
 from paged_jax.models.matrix_formats import MatrixFormats
 from tests.support import DATA
 from tests.support.random_model import random_llama
@@ -141,16 +145,17 @@ def test_save_pretrained_writes_the_tensors_of_compressed_tensors(name, tmp_path
                 np.testing.assert_array_equal(ours[:], theirs[:], err_msg=tensor)
 
 
-def test_quantised_module_packs_bits_in_the_documented_order() -> None:
+def test_encode_packs_bits_in_the_documented_order() -> None:
     rng = np.random.default_rng(0)
     unsigned = rng.integers(0, 16, (11, 64)).astype(np.uint8)
     scales = rng.uniform(0.5, 1, (11, 2)).astype(np.float16)
     zeros = rng.integers(0, 16, (11, 2))
     mins = (8 - zeros).astype(np.float32) * scales
     format = WeightFormat("int4", 32, "float16", "float32")
-    module = quantised_module("m", WeightArrays(pack(unsigned), scales, mins), format)
-    words, stored = module.tensors["weight_packed"], module.tensors["weight_zero_point"]
-    assert (module.kind, module.weights["symmetric"]) == ("pack-quantized", False)
+    arrays = WeightArrays(pack(unsigned), scales, mins)
+    module = CompressedTensorsCodec().encode("m", arrays, format)
+    words, stored = module.tensors[".weight_packed"], module.tensors[".weight_zero_point"]
+    assert module.format == CompressedPackedFormat(4, (1, 32), has_zeros=True)
     assert words.shape == (11, 8) and stored.shape == (2, 2)
     for row, column in ((0, 0), (3, 17), (10, 63)):
         nibble = int(words[row, column // 8]) >> 4 * (column % 8) & 15
@@ -159,12 +164,13 @@ def test_quantised_module_packs_bits_in_the_documented_order() -> None:
         assert int(stored[row // 8, group]) >> 4 * (row % 8) & 15 == zeros[row, group]
 
 
-def test_quantised_module_refuses_formats_by_name() -> None:
+def test_encode_refuses_formats_by_name() -> None:
     rng = np.random.default_rng(0)
     for name in ("nf4", "fp8 in groups", "q4_1", "q5_1"):
         format = FORMATS[name]
         with pytest.raises(SaveError, match="layers.7.up_proj"):
-            quantised_module("layers.7.up_proj", random_arrays(format, (40, 64), rng), format)
+            arrays = random_arrays(format, (40, 64), rng)
+            CompressedTensorsCodec().encode("layers.7.up_proj", arrays, format)
 
 
 def test_save_pretrained_writes_experts_in_mxfp4(tmp_path) -> None:

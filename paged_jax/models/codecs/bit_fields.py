@@ -63,3 +63,14 @@ def look_up(table: np.ndarray, values: np.ndarray) -> np.ndarray:
         part = slice(start, start + _LOOKED_UP)
         flat[part] = table[indices[part]]
     return out
+
+
+def pack_words(unsigned: np.ndarray, bits: int) -> np.ndarray:
+    """Pack values uint8 ``[rows, n]`` into words int32 ``[rows, ceil(n * bits / 32)]``.
+
+    The first value of a word is in its lowest bits.
+    """
+    unsigned = np.pad(unsigned, ((0, 0), (0, -unsigned.shape[1] % (32 // bits))))
+    if bits == 4:
+        unsigned = unsigned[:, ::2] | unsigned[:, 1::2] << 4
+    return np.ascontiguousarray(unsigned).view("<i4")

@@ -7,6 +7,8 @@ A codec answers three questions, in this order:
 - `ModuleFormat.open`: which matrix do the tensors of a module stand for?
 - `ModuleMatrix.decode`: which values, scales, minima and zero points do rows of the matrix have?
 
+`ModuleFormat.encode` is the inverse, for the formats in which this library saves models.
+
 To add a format, write a file with a codec, and add the codec to `CODECS` in `quantisation.py`. A
 format with values that no code of `paged_jax.kernels.weight_formats` represents needs a code, too.
 """

@@ -22,16 +22,22 @@ A weight of integers is ``(value - zero point) * scale``. Packed values are unsi
 """
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from paged_jax.kernels.weight_formats import WeightFormat
+from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat
+from paged_jax.kernels.weight_packing import unpack
+from paged_jax.models.codecs.bit_fields import pack_words
 from paged_jax.models.codecs.codec import Codec
 from paged_jax.models.codecs.config_entries import KV_CACHE_KEYS, Entries
 from paged_jax.models.codecs.fp8 import Fp8Format
 from paged_jax.models.codecs.module_matrix import (
     FLOATS,
+    SAVE_ADVICE,
+    EncodedModule,
     ModuleFormat,
     ModuleMatrix,
     StoredRows,
@@ -50,7 +56,7 @@ from paged_jax.models.codecs.module_names import (
 from paged_jax.models.codecs.mxfp4 import Mxfp4Format
 from paged_jax.models.codecs.nvfp4 import Nvfp4Format
 from paged_jax.models.codecs.packed_integers import integer_format, read_zeros, values_of_words
-from paged_jax.models.errors import WeightsError
+from paged_jax.models.errors import SaveError, WeightsError
 
 _HARMLESS = ("quantization_status", "version", "global_compression_ratio", *KV_CACHE_KEYS)
 _HARMLESS_OF_WEIGHTS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "dynamic")
@@ -153,6 +159,42 @@ class CompressedPackedFormat(ModuleFormat):
     def planned(self) -> WeightFormat:
         """Format that matrices usually have."""
         return integer_format(self.bits, self.block[1], "bfloat16", has_zeros=self.has_zeros)
+
+    @classmethod
+    def encode(cls, name: str, arrays: WeightArrays, format: WeightFormat) -> EncodedModule | None:
+        """Convert a matrix of 4-bit or 8-bit integers to tensors. Minima become zero points."""
+        if format.code not in ("int4", "uint4", "int8"):
+            return None
+        bits = 8 if format.code == "int8" else 4
+        # The file contains unsigned values, which are the signed values plus 2 ** (bits - 1).
+        unsigned = unpack(arrays.values) if bits == 4 else arrays.values.view(np.uint8) ^ 0x80
+        tensors = {
+            ".weight_packed": pack_words(unsigned, bits),
+            ".weight_scale": arrays.scales,
+            ".weight_shape": np.array(unsigned.shape, np.int64),
+        }
+        zeros = _zero_points(name, arrays, format, 1 << bits - 1)
+        if zeros is not None:
+            tensors[".weight_zero_point"] = np.ascontiguousarray(pack_words(zeros.T, bits).T)
+        settings = cls(bits, (1, format.group_size), has_zeros=zeros is not None)
+        return EncodedModule(settings, tensors)
+
+
+def _zero_points(
+    name: str, arrays: WeightArrays, format: WeightFormat, centre: int
+) -> np.ndarray | None:
+    """Return zero points uint8 ``[out, groups]``; None if all of them are `centre`."""
+    scales = arrays.scales.astype(np.float32)
+    mins = np.zeros_like(scales) if arrays.mins is None else arrays.mins.astype(np.float32)
+    code_of_zero = 0 if format.code == "uint4" else centre
+    safe = np.where(scales == 0, 1, scales)
+    zeros = np.clip(np.rint(code_of_zero - mins / safe), 0, 2 * centre - 1)
+    if not np.array_equal((code_of_zero - zeros) * scales, mins):
+        raise SaveError(
+            f"save_weights: the minima of {name} must be integer multiples of their scales, "
+            f"because compressed-tensors stores minima as zero points. {SAVE_ADVICE}"
+        )
+    return None if (zeros == centre).all() else zeros.astype(np.uint8)
 
 
 class CompressedPackedMatrix(ModuleMatrix):
@@ -285,6 +327,82 @@ class CompressedTensorsCodec(Codec):
         config.finish(_HARMLESS)
         return Quantisation(config.where, (*excluded, *exact, *others))
 
+    def encode(self, name: str, arrays: WeightArrays, format: WeightFormat) -> EncodedModule:
+        """Convert a matrix ``[out, in]`` to the tensors of a module.
+
+        Values and scales are written unchanged. Minima are written as zero points, so each minimum
+        must be an integer multiple of its scale.
+
+        Args:
+          name: name of the module.
+          arrays: arrays of the matrix.
+          format: format of the matrix. It is not compact.
+
+        Raises:
+          SaveError: compressed-tensors cannot represent the matrix.
+        """
+        for each in _WRITTEN:
+            if (module := each.encode(name, arrays, format)) is not None:
+                return module
+        size = "" if format.group_size is None else f" in groups of {format.group_size}"
+        raise SaveError(
+            f"save_weights: compressed-tensors cannot represent {name}, which has the format "
+            f"{format.code}{size}. {SAVE_ADVICE}"
+        )
+
+    def check(self, format: WeightFormat) -> None:
+        """Check, without the arrays, that matrices in `format` may be representable.
+
+        Raises:
+          SaveError: they are not. The message says what to do.
+        """
+        if format.has_order:
+            raise SaveError(
+                "save_weights: compressed-tensors does not support matrices with reordered inputs, "
+                f"got such a matrix in the format {format.code}. {SAVE_ADVICE}"
+            )
+        if format.code in ("nf4", "fp4", "iq4"):
+            raise SaveError(
+                f"save_weights: compressed-tensors does not support the format {format.code}. "
+                f"{SAVE_ADVICE}"
+            )
+
+    def name_of(self, format: ModuleFormat) -> str:
+        """Return the name of the format of written modules."""
+        return _WRITTEN[type(format)]
+
+    def write_config(
+        self, modules: Mapping[str, ModuleFormat], floats: Iterable[str]
+    ) -> dict[str, Any]:
+        """Return the entry ``quantization_config`` of ``config.json``.
+
+        Args:
+          modules: formats of the quantised modules by name.
+          floats: names of the modules that are not quantised.
+        """
+        names: dict[ModuleFormat, list[str]] = {}
+        for module, format in modules.items():
+            names.setdefault(format, []).append(module)
+        groups = {
+            f"group_{number}": {
+                "format": self.name_of(format),
+                "input_activations": None,
+                "output_activations": None,
+                "targets": names[format] if len(names) > 1 else ["Linear"],
+                "weights": _write_weights(format),
+            }
+            for number, format in enumerate(names)
+        }
+        kinds = {group["format"] for group in groups.values()}
+        return {
+            "config_groups": groups,
+            "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
+            "ignore": sorted({*floats, "lm_head"}),
+            "kv_cache_scheme": None,
+            "quant_method": "compressed-tensors",
+            "quantization_status": "compressed",
+        }
+
 
 def _named(config: Entries, name: str, format: ModuleFormat | None) -> ModuleRule:
     """Return a rule for a module's name, or for a regular expression that begins with ``re:``."""
@@ -333,3 +451,39 @@ def _read_block(weights: Entries) -> tuple[int | None, int | None]:
     if size is None:
         raise weights.error("group_size", f"must be positive for strategy {strategy}", size)
     return 1, size
+
+
+# Formats in which matrices are written, in the order in which they are tried, and their names.
+_WRITTEN: Mapping[type[ModuleFormat], str] = {
+    CompressedPackedFormat: "pack-quantized",
+    Fp8Format: "float-quantized",
+    Mxfp4Format: "mxfp4-pack-quantized",
+    Nvfp4Format: "nvfp4-pack-quantized",
+}
+
+
+def _write_weights(format: ModuleFormat) -> dict[str, Any]:
+    """Return the entry ``weights`` of a group of modules, the inverse of `_read_group`."""
+    weights: dict[str, Any] = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "group",
+        "group_size": None,
+        "symmetric": True,
+        "dynamic": False,
+    }
+    if isinstance(format, Fp8Format):
+        size = format.block[1]
+        if size is None:
+            return weights | {"num_bits": 8, "strategy": "channel"}
+        return weights | {"num_bits": 8, "strategy": "block", "block_structure": [*format.block]}
+    if isinstance(format, Mxfp4Format):
+        return weights | {"group_size": format.group_size, "scale_dtype": "torch.uint8"}
+    if isinstance(format, Nvfp4Format):
+        weights |= {"strategy": "tensor_group", "group_size": format.group_size}
+        return weights | {"scale_dtype": "torch.float8_e4m3fn"}
+    assert isinstance(format, CompressedPackedFormat)
+    size = format.block[1]
+    strategy = "channel" if size is None else "group"
+    weights |= {"num_bits": format.bits, "type": "int", "strategy": strategy, "group_size": size}
+    return weights | {"symmetric": not format.has_zeros}

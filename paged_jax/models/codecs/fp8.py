@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paged_jax.kernels.weight_formats import WeightFormat
+from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat
 from paged_jax.models.codecs.bit_fields import powers_of_two
 from paged_jax.models.codecs.codec import Codec
 from paged_jax.models.codecs.config_entries import KV_CACHE_KEYS, Entries
 from paged_jax.models.codecs.module_matrix import (
     FLOATS,
+    EncodedModule,
     ModuleFormat,
     ModuleMatrix,
     StoredRows,
@@ -32,6 +33,7 @@ from paged_jax.models.codecs.module_names import Quantisation, all_modules, excl
 from paged_jax.models.errors import WeightsError
 
 _EXPONENTS = ("F8_E8M0", "U8")
+_BLOCK = 128  # number of rows, and of inputs, in a written block
 _HARMLESS = ("dequantize", "modules_to_convert", "activation_scale_ub", *KV_CACHE_KEYS)
 
 
@@ -62,6 +64,36 @@ class Fp8Format(ModuleFormat):
         """Format that matrices usually have."""
         scale_dtype = "bfloat16" if self.has_exponents else "float32"
         return WeightFormat("float8_e4m3fn", self.block[1], scale_dtype)
+
+    @classmethod
+    def encode(cls, name: str, arrays: WeightArrays, format: WeightFormat) -> EncodedModule | None:
+        """Convert a matrix to tensors, with a scale for each row or square block."""
+        if format.code != "float8_e4m3fn" or format.min_dtype is not None:
+            return None
+        settings, scales = cls(), arrays.scales
+        if format.group_size is not None:
+            if (found := _find_blocks(arrays.scales, format.group_size)) is None:
+                return None
+            size, scales = found
+            settings = cls((size, size))
+        tensors = {".weight": arrays.values, ".weight_scale": np.ascontiguousarray(scales)}
+        return EncodedModule(settings, tensors)
+
+
+def _find_blocks(scales: np.ndarray, group_size: int) -> tuple[int, np.ndarray] | None:
+    """Group scales by square blocks, if all scales of each block are equal.
+
+    Returns:
+      The size of a block, and the scale of each block; None if the scales do not form blocks.
+    """
+    num_rows, num_groups = scales.shape
+    for size in (_BLOCK, group_size):
+        step = max(1, size // group_size)
+        blocks = scales[::size, ::step]
+        repeated = blocks.repeat(size, axis=0)[:num_rows].repeat(step, axis=1)[:, :num_groups]
+        if size % group_size == 0 and np.array_equal(repeated, scales):
+            return size, blocks
+    return None
 
 
 class Fp8Matrix(ModuleMatrix):

@@ -35,6 +35,10 @@ _MIN_GROUP = 16
 # For each code, the factor that turns its numbers into integers. If a matrix cannot be packed,
 # these integers are stored as int8.
 _INTEGER_FACTORS = {"int4": 1, "uint4": 1, "e2m1": 2}
+SAVE_ADVICE = (
+    "Use save_checkpoint, or load the model with dtype='int8', 'fp8' or 'int4-symmetric' and save "
+    "that, or with dequantise=True."
+)
 _ROUTERS = (".gate", ".router", ".shared_expert_gate")
 
 
@@ -106,6 +110,37 @@ class ModuleFormat:
         matrix = dataclasses.replace(matrix, shape=matrix.find_shape())
         matrix.check()
         return matrix
+
+    @classmethod
+    def encode(
+        cls, name: str, arrays: WeightArrays, format: WeightFormat
+    ) -> "EncodedModule | None":
+        """Convert a matrix ``[out, in]`` to the tensors of a module. By default, return None.
+
+        Args:
+          name: name of the module.
+          arrays: arrays of the matrix.
+          format: format of the matrix. It is not compact.
+
+        Returns:
+          The tensors; None if this format cannot represent matrices in `format`.
+
+        Raises:
+          SaveError: this format represents `format`, but not the minima of this matrix.
+        """
+        return None
+
+
+class EncodedModule(NamedTuple):
+    """Tensors of a quantised module that is written to a file.
+
+    Attributes:
+      format: settings of the module.
+      tensors: tensors of the module, by the ends of their names.
+    """
+
+    format: ModuleFormat
+    tensors: dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -16,21 +16,26 @@ A weight is the E2M1 number (0, 0.5, 1, 1.5, 2, 3, 4, 6 or a negative of them) t
 its block of 32 numbers. bfloat16 represents all finite weights exactly.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from paged_jax.kernels.weight_formats import CODES, WeightArrays, WeightFormat
+from paged_jax.kernels.weight_packing import unpack
 from paged_jax.models.codecs.bit_fields import (
     look_up,
     low_nibbles_first,
     pack_pairs,
+    pack_words,
     powers_of_two,
 )
 from paged_jax.models.codecs.codec import Codec
 from paged_jax.models.codecs.config_entries import KV_CACHE_KEYS, Entries
 from paged_jax.models.codecs.module_matrix import (
     CombinedMatrix,
+    EncodedModule,
     ModuleFormat,
     ModuleMatrix,
     StoredRows,
@@ -41,6 +46,7 @@ from paged_jax.models.errors import WeightsError
 
 MXFP4_BLOCK = 32  # numbers per scale
 MXFP4_BLOCK_BYTES = MXFP4_BLOCK // 2
+_E8M0_BIAS = 127
 _MXFP4 = WeightFormat("e2m1", MXFP4_BLOCK, "bfloat16")
 
 
@@ -68,6 +74,19 @@ class Mxfp4Format(ModuleFormat):
     def planned(self) -> WeightFormat:
         """Format that matrices usually have."""
         return WeightFormat("e2m1", self.group_size, "bfloat16")
+
+    @classmethod
+    def encode(cls, name: str, arrays: WeightArrays, format: WeightFormat) -> EncodedModule | None:
+        """Convert a matrix to tensors, if all scales are powers of two."""
+        if (format.code, format.group_size, format.min_dtype) != ("e2m1", MXFP4_BLOCK, None):
+            return None
+        fractions, exponents = np.frexp(arrays.scales.astype(np.float32))
+        stored = exponents - 1 + _E8M0_BIAS
+        if not (fractions == 0.5).all() or stored.min() < 0 or stored.max() > 254:
+            return None
+        values, scales = cls.required
+        pairs = pack_words(unpack(arrays.values), 4).view(np.uint8)
+        return EncodedModule(cls(), {values: pairs, scales: stored.astype(np.uint8)})
 
 
 class Mxfp4Matrix(ModuleMatrix):
@@ -132,6 +151,18 @@ class Mxfp4ExpertsFormat(ModuleFormat):
         """Return whether a module of this name is quantised: only experts are."""
         return ".experts." in module and super().selects(module)
 
+    @classmethod
+    def encode(cls, name: str, arrays: WeightArrays, format: WeightFormat) -> EncodedModule | None:
+        """Convert matrices ``[experts, out, in]`` to tensors, if all scales are powers of two."""
+        *lead, _ = arrays.values.shape
+        flat = WeightArrays(*(x if x is None else x.reshape(-1, x.shape[-1]) for x in arrays))
+        if (encoded := Mxfp4Format.encode(name, flat, format)) is None:
+            return None
+        pairs, scales = encoded.tensors.values()
+        scales = scales.reshape(*lead, -1)
+        pairs = pairs.reshape(*scales.shape, MXFP4_BLOCK_BYTES)
+        return EncodedModule(cls(), dict(zip(cls.required, (pairs, scales), strict=True)))
+
 
 class Mxfp4Experts(CombinedMatrix):
     """Matrices of experts in MXFP4, as gpt-oss stores them. See `expand_mxfp4`.
@@ -190,6 +221,14 @@ class Mxfp4Codec(Codec):
         excluded = exclude(config, config.names("modules_to_not_convert"))
         config.finish(("dequantize", *KV_CACHE_KEYS))
         return Quantisation(config.where, (*excluded, all_modules(Mxfp4ExpertsFormat())))
+
+    def write_config(self, floats: Iterable[str]) -> dict[str, Any]:
+        """Return the entry ``quantization_config`` of a checkpoint with experts in MXFP4.
+
+        Args:
+          floats: names of the modules that are not quantised.
+        """
+        return {"quant_method": "mxfp4", "modules_to_not_convert": sorted(floats)}
 
 
 def expand_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

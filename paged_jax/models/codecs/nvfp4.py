@@ -10,15 +10,21 @@ scale divided by `weight_global_scale`, or multiplied by `weight_scale_2`.
 
 from dataclasses import dataclass
 
+import jax.numpy as jnp
 import numpy as np
 
-from paged_jax.kernels.weight_formats import WeightFormat
+from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat
+from paged_jax.kernels.weight_packing import unpack
+from paged_jax.models.codecs.bit_fields import pack_words
 from paged_jax.models.codecs.module_matrix import (
+    EncodedModule,
     ModuleFormat,
     ModuleMatrix,
     StoredRows,
     matrix_shape,
 )
+
+_MAX_FP8 = 448.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,42 @@ class Nvfp4Format(ModuleFormat):
     def planned(self) -> WeightFormat:
         """Format that matrices have."""
         return WeightFormat("e2m1", self.group_size, "float32")
+
+    @classmethod
+    def encode(cls, name: str, arrays: WeightArrays, format: WeightFormat) -> EncodedModule | None:
+        """Convert a matrix to tensors, if its scales are fp8 numbers divided by a factor."""
+        if (format.code, format.group_size, format.min_dtype) != ("e2m1", 16, None):
+            return None
+        if (found := _divide_scales(arrays.scales.astype(np.float32))) is None:
+            return None
+        scales, factor = found
+        tensors = {
+            ".weight_packed": pack_words(unpack(arrays.values), 4).view(np.uint8),
+            ".weight_scale": scales,
+            ".weight_global_scale": np.array([factor], np.float32),
+        }
+        return EncodedModule(cls(), tensors)
+
+
+def _divide_scales(scales: np.ndarray) -> tuple[np.ndarray, np.float32] | None:
+    """Find fp8 scales and a factor with ``fp8_scales / factor == scales``; None if impossible.
+
+    In most files, the largest scale of a matrix is stored as the largest fp8 number. But if several
+    matrices share a factor, it may be stored as any fp8 number, so the function tries all of them.
+    """
+    largest = scales.max()
+    if largest == 0:
+        return scales.astype(jnp.float8_e4m3fn), np.float32(1)
+    numbers = np.arange(1, 127, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
+    for number in numbers[::-1]:
+        factor = number / largest
+        for candidate in (factor, np.nextafter(factor, np.float32(0)),
+                          np.nextafter(factor, np.float32(np.inf))):  # fmt: skip
+            with np.errstate(over="ignore"):
+                stored = np.minimum(scales * candidate, _MAX_FP8).astype(jnp.float8_e4m3fn)
+            if np.array_equal(stored.astype(np.float32) / candidate, scales):
+                return stored, candidate
+    return None
 
 
 @dataclass(frozen=True)
