@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from paged_jax.cache.blocks import BlockTables
 from paged_jax.cache.blocks.prefix import attach_groups, publish_groups
@@ -153,6 +154,18 @@ def test_publish_in_all_situations_matches_the_model() -> None:
             assert pool.free_queue[ring].tolist() == list(each.free), situation
             num_replaced += bool(set(old) - set(found))
     assert len(models) > 500 and num_replaced > 50
+
+
+@pytest.mark.parametrize("is_needed", [False, True])
+def test_publish_keeps_a_copy_that_a_third_group_needs(is_needed) -> None:
+    """The second group has evicted its copy. In the third group, only the copy may be left."""
+    situation = Situation(False, (True, False), (FREE, None), (False, False), (0,))
+    other = situation._replace(is_held=(not is_needed, False), copies=(FREE, FREE))
+    groups = *as_tables(make_model(situation)), as_tables(make_model(other))[1]
+    digests = jnp.array([PUBLISHED.digest], jnp.uint32)
+    groups = publish_groups(groups, i32([0]), i32([0]), digests, i32([PUBLISHED.token_ids]))
+    cached = [np.flatnonzero(tables.pool.is_cached).tolist() for tables in groups]
+    assert cached == ([[FREE], [], [FREE]] if is_needed else [[0], [0], [0]])
 
 
 NUM_COLUMNS, WINDOW = 4, 6  # with a window of 6, prefixes of 3 and 4 blocks of 4 need no block 0
