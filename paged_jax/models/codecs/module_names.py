@@ -58,6 +58,11 @@ class Quantisation:
         rule = self._find(module)
         return rule.text if rule is not None and rule.format is None else None
 
+    def names(self, module: str) -> bool:
+        """Return whether the entry for a module is its own name, not a pattern or a group."""
+        rule = self._find(module)
+        return rule is not None and rule.text == module
+
     def _find(self, module: str) -> ModuleRule | None:
         index = self._index.find(module)
         return None if index is None else self.rules[index]
@@ -107,6 +112,11 @@ def all_modules(format: ModuleFormat) -> ModuleRule:
 def whole_name(name: str, format: ModuleFormat | None) -> ModuleRule:
     """Return a rule that selects the module `name`."""
     return ModuleRule(name, format, _split(name))
+
+
+def inside(name: str, format: ModuleFormat | None) -> ModuleRule:
+    """Return a rule that selects the module `name` and all modules inside it."""
+    return ModuleRule(name, format, _split(name)[:-1])
 
 
 def expression(

@@ -201,7 +201,9 @@ def _plan_formats(
 def planned_format(quantisation: Quantisation, module: str) -> ModuleFormat | None:
     """Return the format of a module if there are no files; None if it is not quantised."""
     format = quantisation.format_of(module)
-    return format if format is not None and format.selects(module) else None
+    if format is None or quantisation.names(module):
+        return format
+    return format if format.selects(module) else None
 
 
 def bundled_folder() -> Path:
