@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.common.environment import environment
 from paged_jax import LLM, Llama, SamplingParams, Tokenizer
-from paged_jax.engine.pool_size import KV_DTYPES
+from paged_jax.kernels.kv_dtypes import KV_DTYPES
 from paged_jax.models.loading.pretrained import bundled_folder
 
 # Number of windows per batch: enough to fill the chunks of a step.

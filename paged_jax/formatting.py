@@ -1,4 +1,4 @@
-"""Formatting of text: a short `repr` for classes with arrays, sizes in bytes, line ends."""
+"""Formatting of text: short `repr`s of arrays, lists of names, sizes in bytes, line ends."""
 
 import dataclasses
 import reprlib
@@ -52,6 +52,16 @@ def cut(text: str) -> str:
     """Join the lines of a text with spaces, and truncate it to 200 characters."""
     text = " ".join(text.split())
     return text if len(text) <= _MAX_CHARS else f"{text[: _MAX_CHARS - 5]} ...)"
+
+
+def listed(*names: str) -> str:
+    """Join names to the alternatives of an error message.
+
+    Example:
+      >>> listed("int8"), listed("float32", "float16", "int8")
+      ('int8', 'float32, float16 or int8')
+    """
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def format_bytes(num_bytes: int) -> str:

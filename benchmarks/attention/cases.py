@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.kernels.backend import Pools
-from paged_jax.kernels.pool_format import QUANTISED
+from paged_jax.kernels.kv_dtypes import KVDtype
 
 
 class Heads(NamedTuple):
@@ -116,7 +116,7 @@ class Case:
     @property
     def is_quantised(self) -> bool:
         """Whether the pool has scales."""
-        return jnp.dtype(self.pool_dtype) in QUANTISED
+        return KVDtype.of(self.pool_dtype).has_scales
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -222,7 +222,7 @@ def make_inputs(case: Case) -> Inputs:
     k, v = pools if len(pools) == 2 else (pools[0], None)
     scales = (None, None)
     if case.is_quantised:
-        largest = QUANTISED[jnp.dtype(case.pool_dtype)]
+        largest = KVDtype.of(case.pool_dtype).largest or 1.0
         scales = tuple(random_values(key, shape[:-1], "float32", 1 / largest) for key in keys[2:4])
     rows = (case.batch, case.chunk) if case.chunk else (case.batch,)
     tables = np.zeros((case.batch, case.blocks_per_sequence), np.int32)
@@ -242,8 +242,7 @@ def random_values(
     key: jax.Array, shape: tuple[int, ...], dtype: str, scale: float = 1.0
 ) -> jax.Array:
     """Return uniform values: in -1..1 times `scale`, or over the range of a quantised dtype."""
-    if jnp.dtype(dtype) in QUANTISED:
-        scale = QUANTISED[jnp.dtype(dtype)]
+    scale = KVDtype.of(dtype).largest or scale
     return (scale * jax.random.uniform(key, shape, minval=-1.0)).astype(dtype)
 
 

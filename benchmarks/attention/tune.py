@@ -50,7 +50,7 @@ from benchmarks.common.environment import environment, write_json
 from paged_jax.kernels import gpu_device, triton
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Options
 from paged_jax.kernels.call_table import CallShape
-from paged_jax.kernels.pool_format import is_quantised
+from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.triton import tuning
 
 TABLE = Path(tuning.__file__).with_name("tuning.json")
@@ -136,7 +136,7 @@ def fits(shape: CallShape, params: tuning.Params) -> bool:
     """
     lanes = 1 << (shape.head_dim - 1).bit_length()
     pool_dtype = jnp.dtype(shape.pool_dtype)
-    scale_bytes = 8 if is_quantised(pool_dtype) else 0
+    scale_bytes = 2 * KVDtype.of(pool_dtype).scale_bytes
     stage_bytes = params.step_tokens * (2 * lanes * pool_dtype.itemsize + scale_bytes)
     threads = 32 * params.num_warps
     # Loads of all pipeline stages except the current one.

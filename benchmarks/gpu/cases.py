@@ -29,7 +29,7 @@ from paged_jax.kernels import (
 )
 from paged_jax.kernels.backend import ATTENTION, Op, Pools
 from paged_jax.kernels.call_table import CallShape
-from paged_jax.kernels.pool_format import QUANTISED, query_dtype
+from paged_jax.kernels.kv_dtypes import KVDtype
 
 UPDATES: tuple[Op, ...] = ("write", "rope_write", "copy_blocks")
 """Ops that change the pools."""
@@ -86,12 +86,17 @@ class OpCase:
         return self.attention.heads
 
     @property
+    def kv(self) -> KVDtype:
+        """The rules for storing keys and values in the dtype of the pools."""
+        return KVDtype.of(self.pool_dtype)
+
+    @property
     def key(self) -> CallShape:
         """The key of the call in the table of defaults."""
         num_heads, num_kv_heads, head_dim, value_dim = self.heads
         has_queries = self.op in (*ATTENTION, "rope_write")
         group = num_heads // num_kv_heads if has_queries else 0
-        q_dtype = query_dtype(self.pool_dtype).name if self.op in ATTENTION else _NEW_DTYPE
+        q_dtype = self.kv.query_dtype.name if self.op in ATTENTION else _NEW_DTYPE
         if self.op == "copy_blocks":
             q_dtype = self.pool_dtype
         dtypes = (q_dtype, self.pool_dtype)
@@ -128,9 +133,9 @@ class OpCase:
         num_tokens = int(self.query_lens.sum())
         if self.op == "ragged":
             queries = num_tokens * num_heads * (head_dim + self.heads.output_dim)
-            return self.attention.kv_bytes + queries * query_dtype(self.pool_dtype).itemsize
+            return self.attention.kv_bytes + queries * self.kv.query_dtype.itemsize
         itemsize = jnp.dtype(self.pool_dtype).itemsize
-        scale_bytes = 4 if jnp.dtype(self.pool_dtype) in QUANTISED else 0
+        scale_bytes = self.kv.scale_bytes
         token_bytes = 2 * num_kv_heads * (head_dim * itemsize + scale_bytes)
         if self.op == "copy_blocks":
             return 2 * self.batch * self.num_layers * self.block_size * token_bytes
@@ -190,7 +195,7 @@ def _ragged_inputs(case: OpCase) -> OpInputs:
         jnp.array([case.batch], jnp.int32),
     )
     # Pages have a single factor, so that keys and values are in -1..1.
-    unit = 1 / QUANTISED.get(jnp.dtype(case.pool_dtype), 1.0)
+    unit = 1 / (case.kv.largest or 1.0)
     options: dict[str, Any] = {"sm_scale": head_dim**-0.5, "k_scale": unit, "v_scale": unit}
     options["value_dim"] = value_dim
 
@@ -228,7 +233,7 @@ def _update_inputs(case: OpCase) -> OpInputs:
     qkv = random_values(keys[4], (num_tokens, num_kv_heads, width, head_dim), _NEW_DTYPE)
     angles = jnp.pi * random_values(keys[5], (num_tokens, head_dim // 2), "float32")
     arrays = (qkv, jnp.cos(angles), jnp.sin(angles), blocks, offsets)
-    q = jnp.zeros((num_tokens, num_heads, head_dim), query_dtype(case.pool_dtype))
+    q = jnp.zeros((num_tokens, num_heads, head_dim), case.kv.query_dtype)
     return OpInputs((q, pools), lambda backend: JaxCall(_rope_write_op(backend), arrays), {})
 
 

@@ -24,7 +24,7 @@ from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.engine import footprint
 from paged_jax.engine.pool_size import choose_pool_size, device_memory, resolve_kv_dtype
 from paged_jax.kernels import norm_rope, triton
-from paged_jax.kernels.pool_format import QUANTISED
+from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.loading.parameters import ModelSpec
 from paged_jax.models.matrix_formats import MatrixFormats
@@ -332,9 +332,7 @@ def _traced_with(variant: Variant) -> Iterator[None]:
             stack.enter_context(mock.patch.dict(triton.Triton.kernels, kernels))
         if variant.query_dtype is not None:
             dtype = jnp.dtype(variant.query_dtype)
-            for module in (norm_rope, _TRITON_WRITE):
-                patch = mock.patch.object(module, "query_dtype", lambda pool_dtype: dtype)
-                stack.enter_context(patch)
+            stack.enter_context(mock.patch.object(KVDtype, "query_dtype", dtype))
         if variant.is_apart or variant.query_dtype is not None:
             # Clear JAX's traces before and after, because they do not have these changes.
             jitted: Any  # The type of jitted functions lacks `clear_cache`.
@@ -364,7 +362,7 @@ def _fill(weights: Any, state: Any, key: jax.Array, *, context: int) -> Any:
 
 def _random_pool(pool: jax.Array, key: jax.Array, size: float) -> jax.Array:
     """Fill a pool in place with random values (hardware may be faster on zeros)."""
-    largest = QUANTISED.get(pool.dtype, size)
+    largest = KVDtype.of(pool.dtype).largest or size
 
     def fill_layer(layer: Any, pool: jax.Array) -> jax.Array:
         own = jax.random.fold_in(key, layer)

@@ -25,7 +25,7 @@ from paged_jax.cache.blocks.tables import describe_use
 from paged_jax.dims import bind
 from paged_jax.formatting import cut, integers, shortened
 from paged_jax.kernels.backend import Pools
-from paged_jax.kernels.pool_format import check_pool_dtype, is_quantised
+from paged_jax.kernels.kv_dtypes import SCALE_DTYPE, check_pool_dtype
 from paged_jax.kernels.rows import pool_of_zeros
 from paged_jax.kernels.writing import check_num_rows
 
@@ -44,9 +44,9 @@ class CacheGroup:
     """The pools and block tables of a group of attention layers that keep the same tokens.
 
     Attributes:
-      pools: `Pools` with K ``[L, P, K, C, D]`` and V ``[L, P, K, C, U]``. Quantised pools (int8 or
-        float8_e4m3fn) also have scales, f32 ``[L, P, K, C]``, one factor per token and head. V is
-        None in groups with latent attention.
+      pools: `Pools` with K ``[L, P, K, C, D]`` and V ``[L, P, K, C, U]``. Quantised pools also have
+        scales, f32 ``[L, P, K, C]``, one factor per token and head. V is None in groups with latent
+        attention.
       tables: the `BlockTables`: lengths, block tables and free blocks.
     """
 
@@ -90,8 +90,8 @@ class CacheGroup:
             pool for V, as each value vector is the beginning of its key vector (latent attention).
           num_slots: S, maximum number of sequences in the cache at the same time.
           max_blocks_per_slot: M, maximum number of blocks of a sequence.
-          dtype: dtype of K and V. int8 and float8_e4m3fn quantise them with one float32 scale per
-            token and head, which costs ``4 / D`` bytes per element.
+          dtype: dtype of K and V. int8 and the other dtypes of `kv_dtypes.QUANTISED` quantise them
+            with one float32 scale per token and head, which costs ``4 / D`` bytes per element.
           window: sliding window of the layers, in tokens. Slots free the blocks that no later token
             attends to, see `BlockTables`. None keeps all tokens.
 
@@ -99,7 +99,7 @@ class CacheGroup:
           ValueError: a size is not a positive integer, the pools have more rows than int32 can
             count, or `dtype` is not supported.
         """
-        check_pool_dtype("CacheGroup.create", "dtype", dtype)
+        kv = check_pool_dtype("CacheGroup.create", "dtype", dtype)
         check_positive(
             "CacheGroup.create",
             num_layers=num_layers,
@@ -114,8 +114,8 @@ class CacheGroup:
         last_dims = head_dim, head_dim if value_dim is None else value_dim
         # Create K and V as separate arrays, because JAX cannot donate the same buffer twice.
         pools = [pool_of_zeros((*shape, last), dtype) if last else None for last in last_dims]
-        if is_quantised(dtype):
-            pools += [pool_of_zeros(shape, jnp.float32) if last else None for last in last_dims]
+        if kv.has_scales:
+            pools += [pool_of_zeros(shape, SCALE_DTYPE) if last else None for last in last_dims]
         return cls(Pools(*pools), tables)  # type: ignore[arg-type]
 
     def replace_pools(self, pools: Pools) -> "CacheGroup":

@@ -16,10 +16,11 @@ from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar, ge
 from jax.sharding import Mesh
 
 from paged_jax.arguments import ArgumentError, check_positive, is_int, is_real, refuse_unknown
-from paged_jax.engine.pool_size import DEFAULT_RULE, KV_DTYPES
+from paged_jax.engine.pool_size import DEFAULT_RULE
 from paged_jax.engine.request_factory import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from paged_jax.formatting import short_repr
 from paged_jax.kernels import BACKENDS
+from paged_jax.kernels.kv_dtypes import KV_DTYPES
 from paged_jax.kernels.linear import attends_to_tiles
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.loading.parameters import DTYPES
@@ -30,6 +31,10 @@ from paged_jax.scheduler.scheduler import Preemption
 
 P = ParamSpec("P")
 C = TypeVar("C")
+
+
+# The values of the option `kv_dtype` that quantise keys and values, for its help.
+_QUANTISED = " and ".join(kv.name for kv in KV_DTYPES.values() if kv.has_scales)
 
 
 class Bounds(NamedTuple):
@@ -138,7 +143,7 @@ class EngineConfig:
     )
     kv_dtype: str = option(
         "auto",
-        "type of the KV cache; int8 and fp8 quantise it",
+        f"type of the KV cache; {_QUANTISED} quantise it",
         default_help="auto, the type of the weights; float32 on CPUs that lack the C++ kernels, or "
         "if the weights are float16",
         bounds=one_of("auto", *KV_DTYPES),

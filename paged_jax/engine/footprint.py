@@ -9,8 +9,8 @@
     step       temporary memory of the program that needs the most
     block      K and V of C tokens in all layers of a group, with scales if they are quantised
     recurrent  states of recurrent layers, for all slots and all snapshots
-    overhead   the allocator's data about a block; for bfloat16 and float8 pools on CPUs also the
-               copies that XLA makes of the pools
+    overhead   the allocator's data about a block; also the copies that XLA makes of pools that it
+               cannot update in place, see `sets_rows_in_place`
     group      layers that keep the same tokens in the same shapes; most models have one group. The
                first group, and other groups without a window, have P blocks. A group with a window
                has ``min(P, S * w)`` blocks, where w is the maximum number of blocks that a slot
@@ -64,9 +64,9 @@ from jax.typing import DTypeLike
 from paged_jax.cache.block_pool import NUM_DIGEST_WORDS
 from paged_jax.cache.sequence_blocks import max_blocks_in_slot, num_blocks_needed
 from paged_jax.formatting import format_bytes
-from paged_jax.kernels import padded_head_dim
+from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.linear import copies_weights
-from paged_jax.kernels.pool_format import is_quantised, padded_state_shape, query_dtype
+from paged_jax.kernels.padding import padded_head_dim, padded_state_shape
 from paged_jax.kernels.rows import sets_rows_in_place
 from paged_jax.kernels.weight_formats import FLOAT_CODES
 from paged_jax.models.config import ModelConfig
@@ -316,7 +316,7 @@ def footprint(
 
 def _layer_states(config: ModelConfig, kv_dtype: DTypeLike, platform: str) -> list[int]:
     """Return, for each recurrent layer, the bytes of a single sequence's state."""
-    other = query_dtype(kv_dtype)
+    other = KVDtype.of(kv_dtype).query_dtype
 
     def num_bytes(array: StateShape) -> int:
         size = math.prod(padded_state_shape(array.shape, platform))
@@ -403,13 +403,12 @@ def block_bytes(
       >>> block_bytes(config, 16, "float32", "cpu"), block_bytes(config, 16, "int8", "cpu")
       (20480, 7680)
     """
-    itemsize, scale = jnp.dtype(kv_dtype).itemsize, 4 if is_quantised(kv_dtype) else 0
-    total = 0
+    kv, total = KVDtype.of(kv_dtype), 0
     for group in config.layer_groups if groups is None else groups:
         if group.kv is not None:
             rows = group.num_pool_layers * group.kv.num_kv_heads * block_size
             for size in filter(None, (group.kv.head_dim, group.kv.value_dim)):
-                total += rows * (padded_head_dim(size, platform) * itemsize + scale)
+                total += rows * kv.row_bytes(padded_head_dim(size, platform))
     return total
 
 

@@ -4,23 +4,14 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from paged_jax.engine.footprint import Footprint
 from paged_jax.formatting import format_bytes
+from paged_jax.kernels.kv_dtypes import KV_DTYPES
 from paged_jax.kernels.rows import default_kv_dtype
 from paged_jax.runner.sizes import Sizes
-
-# Maps each value of the option `kv_dtype`, except "auto", to a dtype.
-KV_DTYPES = {
-    "float32": jnp.float32,
-    "bfloat16": jnp.bfloat16,
-    "float16": jnp.float16,
-    "int8": jnp.int8,
-    "fp8": jnp.float8_e4m3fn,
-}
 
 _OWN_CGROUPS, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 # Maximum bytes of memory for K and V on CPUs, and on devices that do not report their memory.
@@ -51,7 +42,7 @@ def resolve_kv_dtype(kv_dtype: str, weights_dtype: DTypeLike, platform: str) -> 
       'bfloat16'
     """
     if kv_dtype != "auto":
-        return jnp.dtype(KV_DTYPES[kv_dtype])
+        return KV_DTYPES[kv_dtype].values
     return default_kv_dtype(weights_dtype, platform)
 
 

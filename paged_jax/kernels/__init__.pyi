@@ -12,9 +12,9 @@ from .dispatch import backend_for as backend_for
 from .dispatch import check_backend_runs_on as check_backend_runs_on
 from .dispatch import choose_backend as choose_backend
 from .dispatch import load_cpu_kernels as load_cpu_kernels
+from .kv_dtypes import quantise as quantise
 from .linear import grouped_linear as grouped_linear
-from .pool_format import padded_head_dim as padded_head_dim
-from .pool_format import quantise as quantise
+from .padding import padded_head_dim as padded_head_dim
 from .ragged import ragged_paged_attention as ragged_paged_attention
 from .writing import copy_blocks as copy_blocks
 from .writing import paged_rope_write as paged_rope_write

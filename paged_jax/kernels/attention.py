@@ -105,8 +105,8 @@ def paged_attention(
     Args:
       q: ``[B, H, D]`` floating point, the query of the last token of each sequence.
       k_pool: ``[L, P, K, C, D]``, keys, including the key of the last token. Floating point, or
-        int8 or float8_e4m3fn with scales. The last dimension may be padded to a multiple of 128,
-        which TPUs need. The padding may hold anything.
+        a quantised dtype with scales, such as int8 (see `kv_dtypes`). The last dimension may be
+        padded to a multiple of 128, which TPUs need. The padding may hold anything.
       v_pool: ``[L, P, K, C, U]``, values, of the dtype of `k_pool` and padded like it. U is D in
         most models. None if the values are the first `value_dim` elements of the keys, as in latent
         attention (DeepSeek-V2, section 2.1).

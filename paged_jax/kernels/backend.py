@@ -46,8 +46,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from paged_jax.formatting import short_repr
-from paged_jax.kernels.pool_format import Half, Pages
+from paged_jax.formatting import listed, short_repr
+from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.weight_formats import Weight
 
 if TYPE_CHECKING:
@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 Op = Literal["decode", "prefill", "ragged", "write", "rope_write", "copy_blocks"]
 
 ATTENTION: tuple[Op, ...] = ("decode", "prefill", "ragged")
+
+# Keys or values.
+Half = Literal["k", "v"]
 
 # Whether to run a Pallas kernel in Pallas' interpreter. For TPU kernels, the value may also be the
 # parameters of the interpreter.
@@ -67,7 +70,7 @@ class Pools(NamedTuple):
     """Keys and values of all blocks and layers, with scales if they are quantised.
 
     Attributes:
-      k: ``[L, P, K, C, D]``, keys; floating point, int8 or float8_e4m3fn.
+      k: ``[L, P, K, C, D]``, keys; floating point, or the dtype of a quantised pool.
       v: ``[L, P, K, C, U]``, values, of the same dtype as `k`; U is D in most models. None if
         each value vector is the beginning of its key vector (latent attention).
       k_scale: f32 ``[L, P, K, C]``, scale of the key of each token and head, which multiplies its
@@ -83,7 +86,7 @@ class Pools(NamedTuple):
 
     @property
     def is_quantised(self) -> bool:
-        """Whether the pools are int8 or fp8 with scales."""
+        """Whether the pools have scales, see `kv_dtypes`."""
         return self.k_scale is not None
 
     @property
@@ -122,6 +125,63 @@ class Pools(NamedTuple):
         """
         pool = self.v if half == "v" and self.v is not None else self.k
         return pool, (layer, block, head, offset)
+
+
+class Pages(NamedTuple):
+    """Keys and values of a layer in a single array, with the layout of JAX's ragged TPU kernel.
+
+    Attributes:
+      kv: ``[P, C, 2 * K, D]``, floating point or a dtype of `kv_dtypes`. Each token has the key of
+        head 0, its value, the key of head 1, its value, and so on. Pages ``[P, C, 1, D]`` have the
+        keys of a single KV head. Each value vector is then the beginning of its key vector.
+    """
+
+    kv: jax.Array
+
+    # Pages have no scales per token. Instead, `ragged_paged_attention` has one factor for all keys,
+    # and one factor for all values.
+    k_scale = None
+    v_scale = None
+    is_quantised = False
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of keys and values."""
+        return self.kv.dtype
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of pages (P)."""
+        return self.kv.shape[0]
+
+    @property
+    def shares_values(self) -> bool:
+        """Whether each value vector is the beginning of its key vector (latent attention)."""
+        return self.kv.shape[2] == 1
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of KV heads (K)."""
+        return max(self.kv.shape[2] // 2, 1)
+
+    @property
+    def block_size(self) -> int:
+        """Number of tokens in a page (C)."""
+        return self.kv.shape[1]
+
+    def map(self, function: Callable[[Any], Any]) -> "Pages":
+        """Return new pages with a function applied to `kv`."""
+        return Pages(function(self.kv))
+
+    def place(self, half: Half, layer: Any, block: Any, head: Any, offset: Any) -> tuple[Any, Any]:
+        """Return `kv`, and the index in `kv` at which the keys or values of tokens are stored.
+
+        `half` is ``"k"`` or ``"v"``. `offset` is an offset in the page, or a range of offsets.
+        """
+        del layer  # pages have a single layer
+        if self.shares_values:
+            return self.kv, (block, offset, head)
+        return self.kv, (block, offset, 2 * head + (1 if half == "v" else 0))
 
 
 class AttentionArgs(NamedTuple):
@@ -452,6 +512,19 @@ class Problem:
     def value_dim(self) -> int:
         """Number of elements of a value: U, or D if `sizes` has no U."""
         return dict(self.sizes).get("U", self["D"])
+
+    @property
+    def kv(self) -> KVDtype:
+        """The rules for storing keys and values in the dtype of the pools."""
+        return KVDtype.of(self.pool_dtype)
+
+    def pool_dtype_refusal(self, *supported: str) -> str | None:
+        """Return why kernels for pools of these dtypes do not support the call, or None."""
+        name = jnp.dtype(self.pool_dtype).name
+        if name in supported:
+            return None
+        pools = "pages" if self.op == "ragged" else "pools"
+        return f"{pools} must be {listed(*supported)}, got {name}"
 
     @property
     def separate_values_refusal(self) -> str | None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax.numpy as jnp
 
 from paged_jax.kernels.backend import ATTENTION, Problem
+from paged_jax.kernels.kv_dtypes import KVDtype
 
 Entry = TypeVar("Entry")
 
@@ -60,6 +61,11 @@ class CallShape(NamedTuple):
         group = sizes["H"] // sizes["K"] if "H" in sizes else 0
         dtypes = (str(problem.q_dtype), str(problem.pool_dtype))
         return cls(sizes["D"], group, sizes["C"], *dtypes, value_dim)
+
+    @property
+    def kv(self) -> KVDtype:
+        """The rules for storing keys and values in `pool_dtype`."""
+        return KVDtype.of(self.pool_dtype)
 
     @classmethod
     def parse(cls, text: str) -> "CallShape":

@@ -25,7 +25,7 @@ from paged_jax.kernels.checks import (
     default_layer,
     pool_letters,
 )
-from paged_jax.kernels.pool_format import wider_dtype
+from paged_jax.kernels.kv_dtypes import wider_dtype
 
 # Minimum number of token reads that sharing must save. If it saved fewer, it would cost more time
 # than it saves, because the shared blocks are read in a second pass, which takes about 0.06 ms

@@ -17,7 +17,8 @@ from jax.sharding import AxisType
 
 from paged_jax.dims import check_sizes
 from paged_jax.kernels.backend import Options, Pools
-from paged_jax.kernels.pool_format import check_pool_dtype, is_quantised, round_up_to_lanes
+from paged_jax.kernels.kv_dtypes import QUANTISED, SCALE_DTYPE, KVDtype, check_pool_dtype
+from paged_jax.kernels.padding import round_up_to_lanes
 
 # Maximum `value_dim`. It is far above the values of real models, and catches mistyped numbers.
 _MAX_VALUE_DIM = 1 << 16
@@ -47,7 +48,7 @@ def check_pools(function: str, pools: Pools, layer: Any, *, has_own_dim: bool = 
 
     If `has_own_dim` is True, the last dimension of the pool of values may differ from D.
     """
-    _check_value_pool(function, pools, has_own_dim)
+    kv = _check_value_pool(function, pools, has_own_dim)
     scales = {"k_scale": pools.k_scale}
     if pools.v is not None:
         scales["v_scale"] = pools.v_scale
@@ -57,18 +58,19 @@ def check_pools(function: str, pools: Pools, layer: Any, *, has_own_dim: bool = 
             f"{list(pools.v_scale.shape)}. The values use the scales of the keys."
         )
     for name, scale in scales.items():
-        if is_quantised(pools.k.dtype) and scale is None:
+        if kv.has_scales and scale is None:
             raise ValueError(
                 f"{function}: {name} must be given for a pool of {pools.k.dtype}, got None. Pass "
                 f"its scales, f32 {list(pools.k.shape[:4])}."
             )
-        if not is_quantised(pools.k.dtype) and scale is not None:
+        if not kv.has_scales and scale is not None:
+            names = " and ".join(each.name for each in QUANTISED)
             raise ValueError(
                 f"{function}: {name} must be None for a pool of {pools.k.dtype}, got shape "
-                f"{list(scale.shape)}. Only int8 and float8_e4m3fn pools have scales."
+                f"{list(scale.shape)}. Only {names} pools have scales."
             )
-        if scale is not None and scale.dtype != jnp.float32:
-            raise ValueError(f"{function}: {name} must be float32, got {scale.dtype}.")
+        if scale is not None and scale.dtype != SCALE_DTYPE:
+            raise ValueError(f"{function}: {name} must be {SCALE_DTYPE}, got {scale.dtype}.")
     L = pools.k.shape[0]
     if jnp.ndim(layer) or not jnp.issubdtype(jnp.result_type(layer), jnp.integer):
         raise ValueError(f"{function}: layer must be one integer, got {layer}.")
@@ -93,11 +95,11 @@ def default_layer(function: str, k_pool: Any, layer: int | jax.Array | None) -> 
     return 0
 
 
-def _check_value_pool(function: str, pools: Pools, has_own_dim: bool) -> None:
-    """Check the dtypes of both pools, and the shape of the pool of values."""
-    check_pool_dtype(function, "k_pool", pools.k.dtype)
+def _check_value_pool(function: str, pools: Pools, has_own_dim: bool) -> KVDtype:
+    """Check the dtypes of both pools, and the shape of the pool of values; return their dtype."""
+    kv = check_pool_dtype(function, "k_pool", pools.k.dtype)
     if pools.v is None:
-        return
+        return kv
     check_pool_dtype(function, "v_pool", pools.v.dtype)
     if pools.k.dtype != pools.v.dtype:
         raise ValueError(
@@ -109,6 +111,7 @@ def _check_value_pool(function: str, pools: Pools, has_own_dim: bool) -> None:
             f"{function}: v_pool must have the shape of k_pool, {list(pools.k.shape)}, "
             f"got {list(pools.v.shape)}."
         )
+    return kv
 
 
 # This advice is added to errors about lengths that are None.
@@ -155,18 +158,14 @@ def half_of_pages(function: str, kv_pages: jax.Array) -> jax.ShapeDtypeStruct:
     and no values.
 
     Raises:
-      ValueError: the pages do not have one of these shapes, or their dtype is neither floating
-        point nor int8.
+      ValueError: the pages do not have one of these shapes, or pages cannot have their dtype.
     """
     if kv_pages.ndim != 4 or (kv_pages.shape[2] % 2 and kv_pages.shape[2] != 1):
         raise ValueError(
             f"{function}: kv_pages must have shape [P, C, 2 * K, D], with alternating keys and "
             f"values, got {list(kv_pages.shape)}."
         )
-    if not (jnp.issubdtype(kv_pages.dtype, jnp.floating) or kv_pages.dtype == jnp.int8):
-        raise ValueError(
-            f"{function}: kv_pages must be floating point or int8, got {kv_pages.dtype}."
-        )
+    check_pool_dtype(function, "kv_pages", kv_pages.dtype)
     P, C, K2, D = kv_pages.shape
     return jax.ShapeDtypeStruct((P, C, 1 if K2 == 1 else K2 // 2, D), kv_pages.dtype)
 

@@ -33,8 +33,8 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from paged_jax.kernels.backend import AttentionArgs, Options, Pages, Pools
 from paged_jax.kernels.dispatch import Dispatch
+from paged_jax.kernels.kv_dtypes import KVDtype, wider_dtype
 from paged_jax.kernels.opaque_call import typed_jit, without_index_checks
-from paged_jax.kernels.pool_format import wider_dtype
 
 # Maximum number of query tokens in a loop step. They belong to one long chunk or to several short
 # chunks.
@@ -481,9 +481,9 @@ def _gather(
     index = (layer, *_blocks_and_heads(blocks_BM, K))
 
     def gather(pool: jax.Array, scale: jax.Array | None, size: int) -> jax.Array:
-        tokens = pool.at[index].get(mode="clip")[..., :size].astype(dtype)
-        if scale is not None:
-            tokens *= scale.at[index].get(mode="clip").astype(dtype)[..., None]
+        tokens = pool.at[index].get(mode="clip")[..., :size]
+        scale = None if scale is None else scale.at[index].get(mode="clip")
+        tokens = KVDtype.of(pool.dtype).dequantise(tokens, scale, dtype)
         return tokens.reshape(B, K, -1, size)
 
     k = gather(pools.k, pools.k_scale, D)

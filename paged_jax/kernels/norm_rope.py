@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from paged_jax.kernels.backend import Options, Pools, RopeWriteArgs, WriteArgs
 from paged_jax.kernels.exact import inverse_root, rounded
+from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.linear import sum_rows
-from paged_jax.kernels.pool_format import query_dtype
 
 # Maps the names in ``config.json`` to activation functions.
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
@@ -190,4 +190,4 @@ def rope_then_write(
         backend=backend,
     )
     pools = write(WriteArgs(pools, k, v, args.blocks, args.offsets, args.layer))
-    return q.astype(query_dtype(pools.k.dtype)), pools
+    return q.astype(KVDtype.of(pools.dtype).query_dtype), pools

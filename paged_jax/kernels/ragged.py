@@ -48,8 +48,8 @@ from paged_jax.kernels.checks import (
 )
 from paged_jax.kernels.dispatch import Dispatch, general_backend
 from paged_jax.kernels.gradients import attention_gradients, differentiable_once
+from paged_jax.kernels.kv_dtypes import wider_dtype
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
-from paged_jax.kernels.pool_format import wider_dtype
 from paged_jax.kernels.ragged_chunks import cut_into_tiles, find_chunks, find_rows
 
 _FUNCTION = "ragged_paged_attention"
@@ -133,10 +133,10 @@ def ragged_paged_attention(
 
     Args:
       q: ``[N, H, D]`` floating point, the queries of all sequences.
-      kv_pages: ``[P, C, 2 * K, D]``, floating point or int8. Each token has the key of head 0, its
-        value, the key of head 1, and so on. On TPUs, JAX's kernel requires that `D` is 128. XLA
-        computes other head dimensions. Pages ``[P, C, 1, D]`` have keys only: the values are the
-        first `value_dim` elements of the keys.
+      kv_pages: ``[P, C, 2 * K, D]``, floating point or a dtype of `kv_dtypes`, such as int8. Each
+        token has the key of head 0, its value, the key of head 1, and so on. On TPUs, JAX's kernel
+        requires that `D` is 128. XLA computes other head dimensions. Pages ``[P, C, 1, D]`` have
+        keys only: the values are the first `value_dim` elements of the keys.
       kv_lens: integer ``[S]``, number of tokens in each sequence, including its queries. Lengths
         above M * C are clipped to M * C. If a sequence has fewer tokens than queries, its first
         queries are ignored, and their output is 0.

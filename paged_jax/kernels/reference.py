@@ -20,7 +20,7 @@ from paged_jax.kernels.backend import (
     RaggedArgs,
     RaggedOptions,
 )
-from paged_jax.kernels.pool_format import wider_dtype
+from paged_jax.kernels.kv_dtypes import KVDtype, wider_dtype
 from paged_jax.kernels.ragged_chunks import find_chunks, find_rows
 
 
@@ -108,7 +108,7 @@ def _gather(
     Blocks with an id out of range are NaN.
     """
     # Clip the table entries, so that they are in range. The tokens of blocks that were out of range
-    # are set to NaN below, after the conversion to floats, because int8 has no NaN.
+    # are set to NaN below, after the conversion to floats, because integers have no NaN.
     P = pools.num_blocks
     is_block = ((tables >= 0) & (tables < P))[:, :, None, None, None]
     rows = jnp.clip(tables, 0, P - 1)
@@ -117,12 +117,11 @@ def _gather(
         starts = (0, 0) if pools.shares_values else (0, 1)
         parts = [pages[:, :, :, part::2] for part in starts]
     else:
-        parts = []
+        parts, kv = [], KVDtype.of(pools.dtype)
         keys = pools.k, pools.k_scale
         for pool, scale in (keys, keys if pools.v is None else (pools.v, pools.v_scale)):
-            values = pool[layer][rows].astype(dtype)
-            if scale is not None:
-                values *= scale[layer][rows].astype(dtype)[..., None]
+            values, scale = pool[layer][rows], None if scale is None else scale[layer][rows]
+            values = kv.dequantise(values, scale, dtype)
             parts.append(jnp.swapaxes(values, 2, 3))  # shape [B, M, C, K, D]
     k, v = (jnp.where(is_block, part, jnp.nan) for part in parts)
     return k.reshape(len(tables), -1, *k.shape[3:]), v.reshape(len(tables), -1, *v.shape[3:])

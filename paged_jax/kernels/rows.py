@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +14,6 @@ from paged_jax.kernels.backend import StateRows
 from paged_jax.kernels.dispatch import cpu_backend
 from paged_jax.kernels.opaque_call import without_index_checks
 
-# Maps dtypes to unsigned integer dtypes of the same width. On CPUs, rows of these dtypes are
-# gathered and scattered as integers. XLA's CPU backend would otherwise copy the whole array to a
-# wider float dtype.
-BITS = {
-    jnp.dtype(jnp.bfloat16): jnp.uint16,
-    jnp.dtype(jnp.float8_e4m3fn): jnp.uint8,
-}
-
 # Minimum size in bytes of the arrays that the kernel for CPUs fills with zeros. For smaller arrays,
 # it is not worth compiling the kernel.
 _LARGE_BYTES = 1 << 22
@@ -29,13 +22,30 @@ _LARGE_BYTES = 1 << 22
 _Index = jax.Array | tuple[jax.Array, ...]
 
 
+def bits_of(dtype: DTypeLike) -> Any:
+    """Return the integer dtype as which rows of a dtype are gathered and scattered on CPUs.
+
+    It is None for dtypes that are gathered and scattered as they are. The others are bfloat16 and
+    the 8-bit floats: XLA's CPU backend would copy a whole array of them to a wider float dtype.
+
+    Example:
+      >>> bits_of("bfloat16").__name__, bits_of("float16")
+      ('uint16', None)
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype == jnp.bfloat16:
+        return jnp.uint16
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 8
+    return jnp.uint8 if is_narrow else None
+
+
 @jax.custom_jvp
 def set_rows(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
     """Return an array with new rows. Rows with an index past the end are dropped.
 
     This function avoids a conversion of the whole array. For each scatter or
-    `dynamic_update_slice`, XLA's CPU backend converts bfloat16 arrays to float32 and back, and fp8
-    arrays to float16 and back. Remove this function when XLA scatters these dtypes in place.
+    `dynamic_update_slice`, XLA's CPU backend converts bfloat16 arrays to float32 and back, and
+    8-bit floats to float16 and back. Remove this function when XLA scatters these dtypes in place.
 
     On CPUs, a C++ kernel sets the rows in place. Without this kernel, the array is cast to integers
     with the same bits, the rows are scattered, and the array is cast back. Each cast is a pass over
@@ -49,9 +59,9 @@ def set_rows(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
         arrays, one per leading dimension; then only the first index may be past the end.
       new: ``[N, ...]``, the new rows.
     """
-    if rows.dtype not in BITS:
+    if bits_of(rows.dtype) is None:
         return _set_rows_as_is(rows, index, new)
-    # Other platforms scatter the dtypes of `BITS` in place. Casting them to integers and back would
+    # Other platforms scatter these dtypes in place. Casting them to integers and back would
     # add copies there.
     return lax.platform_dependent(rows, index, new, cpu=_set_rows_on_cpu, default=_set_rows_as_is)
 
@@ -64,7 +74,7 @@ def sets_rows_in_place(platform: str, dtype: DTypeLike) -> bool:
       dtype: dtype of the array.
     """
     dtype = jnp.dtype(dtype)
-    return platform != "cpu" or dtype not in BITS or cpu_backend().sets_rows_in_place(dtype)
+    return platform != "cpu" or bits_of(dtype) is None or cpu_backend().sets_rows_in_place(dtype)
 
 
 def default_kv_dtype(weights_dtype: DTypeLike, platform: str) -> np.dtype:
@@ -103,7 +113,7 @@ def _set_rows_as_is(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array
 
 
 def _set_rows_as_bits(rows: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
-    dtype = BITS[rows.dtype]
+    dtype = bits_of(rows.dtype)
     bits = lax.bitcast_convert_type(rows, dtype)
     bits = _set_rows_as_is(bits, index, lax.bitcast_convert_type(new, dtype))
     return lax.bitcast_convert_type(bits, rows.dtype)
@@ -131,7 +141,7 @@ def pool_of_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
 
 def take_rows(matrix: jax.Array, rows: jax.Array) -> jax.Array:
     """Gather rows of a matrix. Every index must be in range."""
-    if matrix.dtype not in BITS:
+    if bits_of(matrix.dtype) is None:
         return _take_rows_as_is(matrix, rows)
     # On CPUs, gather the rows as integers, because XLA's CPU backend would otherwise convert the
     # whole matrix to float32 in each call.
@@ -146,7 +156,7 @@ def _take_rows_as_bits(matrix: jax.Array, rows: jax.Array) -> jax.Array:
     # The barrier keeps the cast inside the caller's loop, where XLA fuses it with the gather.
     # Without it, XLA would move the cast before the loop and copy the whole matrix.
     matrix, rows = lax.optimization_barrier((matrix, rows))
-    bits = lax.bitcast_convert_type(matrix, BITS[matrix.dtype])
+    bits = lax.bitcast_convert_type(matrix, bits_of(matrix.dtype))
     return lax.bitcast_convert_type(_take_rows_as_is(bits, rows), matrix.dtype)
 
 

@@ -5,7 +5,7 @@ All ops return new pools. If the pools are donated, they are updated in place, w
 copy. Pass whole pools to the ops, because slicing out a layer would copy it.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +35,8 @@ from paged_jax.kernels.checks import (
 )
 from paged_jax.kernels.dispatch import Dispatch
 from paged_jax.kernels.gradients import without_derivative
+from paged_jax.kernels.kv_dtypes import KVDtype, wider_dtype
 from paged_jax.kernels.opaque_call import without_index_checks
-from paged_jax.kernels.pool_format import query_dtype, wider_dtype
 from paged_jax.kernels.rows import set_rows
 
 # Maximum number of rows of a pool. It is limited because row indices are int32, including the
@@ -65,9 +65,9 @@ def paged_write(
     `v`, unless the pools are quantised.
 
     Args:
-      k_pool: ``[L, P, K, C, D]``, keys. Floating point, or int8 or float8_e4m3fn with scales. The
-        last dimension may be padded to a multiple of 128. The op leaves undefined values in the
-        padding.
+      k_pool: ``[L, P, K, C, D]``, keys. Floating point, or a quantised dtype with scales, such as
+        int8 (see `kv_dtypes`). The last dimension may be padded to a multiple of 128. The op leaves
+        undefined values in the padding.
       v_pool: ``[L, P, K, C, U]``, values, of the dtype of `k_pool`. None if each value vector is
         the beginning of its key vector. Then `v` must be None too.
       k: ``[N, K, D]`` floating point, cast to the dtype of the pool. For a quantised pool it is
@@ -217,7 +217,7 @@ def paged_rope_write(
     problem = Problem.build("rope_write", sizes, args.qkv.dtype, pools, options)
     call = Dispatch(function, problem, backend, interpret, pools.k)
     if not sizes["N"]:
-        return jnp.zeros((0, sizes["H"], sizes["D"]), query_dtype(pools.k.dtype)), pools
+        return jnp.zeros((0, sizes["H"], sizes["D"]), KVDtype.of(pools.dtype).query_dtype), pools
     return call.run(args)
 
 
@@ -300,7 +300,7 @@ def _copy_jvp(
         return dot.at[:, targets].set(dot[:, sources], mode="drop", unique_indices=True)
 
     def copy_tangent(dot: jax.Array) -> jax.Array:
-        # int8 pools have no tangent.
+        # Pools of integers have no tangent.
         return dot if dot.dtype == jax.dtypes.float0 else copy(dot)
 
     return _copy_differentiably(call, args), jax.tree.map(copy_tangent, args_dot.pools)
@@ -336,13 +336,13 @@ def write_kv_pages(
       v_scale: factor of the values, like `k_scale`.
 
     Returns:
-      The new pages. For int8 pages, keys and values are rounded to integers. For int8 and float8
-      pages, they are clipped to the range of the dtype. The op is differentiable with respect to
-      `kv_pages`, `k` and `v`, unless the pages are int8 or float8.
+      The new pages. If the elements of pages have 8 bits, keys and values are clipped to the range
+      of the dtype, and rounded to integers if it is an integer dtype. The op is differentiable with
+      respect to `kv_pages`, `k` and `v`, unless the elements of pages have 8 bits.
 
     Raises:
       ValueError: shapes or dtypes do not fit together.
-      NotImplementedError: a gradient is taken through int8 or float8 pages.
+      NotImplementedError: a gradient is taken through pages of 8-bit elements.
 
     Example:
       >>> kv_pages, k = jnp.zeros((4, 8, 2, 16)), jnp.ones((2, 1, 16))
@@ -390,15 +390,10 @@ def write_kv_pages(
 
 
 def _to_page_dtype(function: str, x: jax.Array, dtype: Any) -> jax.Array:
-    """Cast keys or values to the dtype of pages, clipped to the range of int8 or float8."""
+    """Cast keys or values to the dtype of pages, clipped to the range of 8-bit dtypes."""
     if dtype.itemsize > 1:
         return x.astype(dtype)
-    x = _without_gradient(function, x)
-    if jnp.issubdtype(dtype, jnp.integer):
-        x, limits = jnp.round(x), cast(Any, jnp.iinfo(dtype))
-    else:
-        limits = cast(Any, jnp.finfo(dtype))
-    return jnp.clip(x, float(limits.min), float(limits.max)).astype(dtype)
+    return KVDtype.of(dtype).saturate(_without_gradient(function, x))
 
 
 def _check_rope_write(function: str, args: RopeWriteArgs) -> dict[str, int]:

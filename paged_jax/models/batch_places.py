@@ -41,8 +41,8 @@ from paged_jax.kernels import (
 )
 from paged_jax.kernels.attention import chunked_attention, chunked_prefill_attention
 from paged_jax.kernels.cascade import is_sharing_possible
+from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
-from paged_jax.kernels.pool_format import query_dtype
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.layer_attention import (
     Attend,
@@ -132,7 +132,7 @@ class BatchPlaces:
                     backend=backend_for("write", backend),
                     **options,
                 )
-            return heads.q.astype(query_dtype(pools.k.dtype)), pools
+            return heads.q.astype(KVDtype.of(pools.dtype).query_dtype), pools
         if pools.v is None:
             raise ValueError(
                 "PagedModel: cache must have a V pool for layers that have keys and values, got a "

@@ -576,7 +576,7 @@ def create_cache(
       max_tokens: maximum number of tokens that a program (for example a call of `prefill`) appends
         to a slot. It determines w. A program may append more tokens to a slot if other slots hold
         fewer blocks. None means `max_length`, and then windows save no memory.
-      dtype: dtype of K and V. int8 and float8_e4m3fn quantise them, see `PagedCache.create`.
+      dtype: dtype of K and V, see `PagedCache.create`.
       num_states: number of states of recurrent layers, at least `num_slots`; None for `num_slots`.
         States beyond `num_slots` are used for snapshots in the prefix cache, see
         `paged_cache.publish`.

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from paged_jax.kernels.attention import chunked_prefill_attention, paged_prefill_attention
 from paged_jax.kernels.dispatch import backend_for, is_exact
-from paged_jax.kernels.pool_format import is_quantised, quantise, query_dtype
+from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.layer_attention import (
     Attend,
@@ -44,11 +44,12 @@ def sequence_attention(
     Args:
       config: configuration of the model.
       num_tokens: i32 ``[B]``, number of tokens in each row, at most T. The output of padding is 0.
-      cache_dtype: dtype to which keys and values are rounded. int8 and float8_e4m3fn quantise them.
-        Gradients ignore this rounding.
+      cache_dtype: dtype to which keys and values are rounded, see `KVDtype`. Gradients ignore this
+        rounding.
       backend: backend of the attention, see `paged_attention`.
     """
     sources = config.kv_sources
+    kv_dtype = KVDtype.of(cache_dtype)
     is_read = {source for layer, source in enumerate(sources) if source != layer}
     kept: dict[int, _KeysAndValues] = {}
     B = num_tokens.shape[0]
@@ -58,7 +59,7 @@ def sequence_attention(
 
     def attend(index: int | jax.Array, heads: LayerInputs, carry: Carry) -> tuple[jax.Array, Carry]:
         if isinstance(heads, Recurrence):
-            states = heads.initial_states(B, query_dtype(cache_dtype))
+            states = heads.initial_states(B, kv_dtype.query_dtype)
             if is_exact(backend):
                 return heads.run_in_order(states, num_tokens, backend)[0], carry
             return heads.run(states, num_tokens)[0], carry
@@ -71,11 +72,11 @@ def sequence_attention(
             if isinstance(index, int) and index in is_read:
                 kept[index] = k, v
         out = _attend(
-            rows(q).astype(query_dtype(cache_dtype)),
+            rows(q).astype(kv_dtype.query_dtype),
             (k, v),
             None if heads.sinks is None else heads.sinks,
             num_tokens,
-            (jnp.dtype(cache_dtype), config.reach(index), _options(heads, backend)),
+            (kv_dtype, config.reach(index), _options(heads, backend)),
         )
         return out.reshape(*q.shape[:-1], out.shape[-1]), carry
 
@@ -92,7 +93,7 @@ def _options(heads: Projection | Heads, backend: str | None) -> tuple[tuple[str,
     )
 
 
-_Static = tuple[jnp.dtype, Reach, tuple[tuple[str, Any], ...]]
+_Static = tuple[KVDtype, Reach, tuple[tuple[str, Any], ...]]
 
 
 def _attend(
@@ -102,7 +103,7 @@ def _attend(
     num_tokens: jax.Array,
     static: _Static,
 ) -> jax.Array:
-    if is_quantised(static[0]):
+    if static[0].has_scales:
         return _attend_to_quantised(static, q, kv, sinks, num_tokens)
     return _attend_to(static, q, kv, sinks, num_tokens, (None, None))
 
@@ -116,7 +117,7 @@ def _attend_to(
     scales: tuple[jax.Array | None, jax.Array | None],
 ) -> jax.Array:
     """Attend to keys and values ``[B, T, K, D]`` with scales ``[B, T, K]``, or without scales."""
-    dtype, reach, options = static
+    kv_dtype, reach, options = static
     B, T = q.shape[:2]
     block_size = T if reach.chunk is None else min(T, reach.chunk)
     num_blocks = -(-T // block_size)
@@ -130,7 +131,7 @@ def _attend_to(
         x = x.reshape(B * num_blocks, block_size, *rest)
         return jnp.swapaxes(x, 1, 2)[None]
 
-    k, v = (None if x is None else x.astype(dtype) for x in kv)
+    k, v = (None if x is None else x.astype(kv_dtype.values) for x in kv)
     k_scale, v_scale = map(pool, scales)
     tables = jnp.arange(B * num_blocks, dtype=jnp.int32).reshape(B, num_blocks)
     k_pool = pool(k)
@@ -164,7 +165,7 @@ def _quantised(
     static: _Static, kv: _KeysAndValues
 ) -> tuple[tuple[jax.Array | None, jax.Array | None], ...]:
     """Return the values and scales of the keys, and of the values."""
-    return tuple((None, None) if x is None else quantise(x, static[0]) for x in kv)
+    return tuple((None, None) if x is None else static[0].quantise(x) for x in kv)
 
 
 def _forward(static: _Static, *args: Any) -> tuple[jax.Array, Any]:
@@ -174,10 +175,9 @@ def _forward(static: _Static, *args: Any) -> tuple[jax.Array, Any]:
 def _backward(static: _Static, args: Any, out_bar: jax.Array) -> Any:
     q, kv, sinks, num_tokens = args
     rounded = tuple(
-        None if x is None or scale is None else x.astype(jnp.float32) * scale[..., None]
-        for x, scale in _quantised(static, kv)
+        None if x is None else static[0].dequantise(x, scale) for x, scale in _quantised(static, kv)
     )
-    floats = jnp.dtype(jnp.float32), *static[1:]
+    floats = KVDtype.of(jnp.float32), *static[1:]
 
     def attend(q: jax.Array, kv: Any, sinks: jax.Array | None) -> jax.Array:
         return _attend_to(floats, q, kv, sinks, num_tokens, (None, None))

@@ -23,8 +23,9 @@ from jax.typing import DTypeLike
 from paged_jax.cache.groups import LayerPlaces, StateGroup, find_layer
 from paged_jax.kernels.backend import StateRows
 from paged_jax.kernels.dispatch import is_exact
+from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.opaque_call import take_or_fill
-from paged_jax.kernels.pool_format import padded_state_shape, query_dtype
+from paged_jax.kernels.padding import padded_state_shape
 from paged_jax.kernels.rows import set_states, take_states
 from paged_jax.models.layer_groups import layer_places
 
@@ -186,7 +187,7 @@ def create_states(
     """Create the state pools of a cache; None if the model has no recurrent layers."""
     if not config.state_groups:
         return None
-    other = query_dtype(dtype)
+    other = KVDtype.of(dtype).query_dtype
     arrays = [
         [
             (len(group.layers), padded_state_shape(array.shape, platform), array.dtype or other)

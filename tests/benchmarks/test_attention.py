@@ -21,8 +21,8 @@ from benchmarks.attention.programs import TorchCall, expected_result, our_call
 from benchmarks.common import figures
 from benchmarks.common.device_time import Program, Rates, chained, take_turns
 from paged_jax.kernels import triton
+from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.mosaic_gpu import launch as mosaic_launch
-from paged_jax.kernels.pool_format import QUANTISED
 from tests.support.kernel_cases import lower
 
 RATES = Rates(memory=1000.0, matmul=1.0)
@@ -39,8 +39,8 @@ def tiny(monkeypatch) -> str:
 
 def random_numbers(key: jax.Array, shape, dtype: str, scale: float = 1.0) -> jax.Array:
     """Return random values like the benchmark's, from NumPy."""
-    if jnp.dtype(dtype) in QUANTISED:
-        scale = QUANTISED[jnp.dtype(dtype)]
+    if KVDtype.of(dtype).has_scales:
+        scale = KVDtype.of(dtype).largest
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
     return jnp.asarray((scale * rng.uniform(-1, 1, shape)).astype(jnp.dtype(dtype)))
 
@@ -50,7 +50,7 @@ def test_random_numbers_are_those_of_the_benchmark_but_for_their_digits(dtype) -
     for make in (attention_cases.random_values, random_numbers):
         numbers = make(jax.random.key(0), (2, 500), dtype)
         assert numbers.dtype == dtype and numbers.shape == (2, 500)
-        largest = QUANTISED.get(jnp.dtype(dtype), 1)
+        largest = KVDtype.of(dtype).largest or 1
         values = np.asarray(numbers, np.float64) / largest
         assert -1 <= values.min() < -0.9 and 0.9 < values.max() <= 1
         assert len(np.unique(values)) > 200

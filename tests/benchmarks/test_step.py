@@ -15,7 +15,7 @@ from benchmarks.step.cases import Case
 from benchmarks.step.kernels import KernelTime, kernel_times
 from benchmarks.step.kernels import lines as kernel_lines
 from benchmarks.step.programs import ENGINE, Bench, Variant
-from paged_jax.kernels import norm_rope
+from paged_jax.kernels.kv_dtypes import KVDtype
 from tests.support.tiny_model import CONFIG
 
 RATES = Rates(memory=1000.0, matmul=1.0)
@@ -168,7 +168,7 @@ def test_a_bench_reads_random_numbers_in_blocks_that_lie_anywhere(tiny) -> None:
         text = str(traced.jaxpr)
         assert ("bf16[" in text) == has_casts
         assert ("paged_rope_write" in text, "paged_write" in text) == (is_fused, not is_fused)
-    assert norm_rope.query_dtype("int8") == jnp.bfloat16
+    assert KVDtype.of("int8").query_dtype == jnp.bfloat16
 
 
 def test_variants_compile_with_their_options(monkeypatch) -> None:

@@ -13,12 +13,12 @@ from paged_jax.cache import paged_cache as lib
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.cache.groups import locate
 from paged_jax.cache.paged_cache import PagedCache
-from paged_jax.kernels.pool_format import is_quantised, quantise
-from paged_jax.kernels.rows import BITS
+from paged_jax.kernels.kv_dtypes import KV_DTYPES, QUANTISED, KVDtype, quantise
+from paged_jax.kernels.rows import bits_of
 from paged_jax.kernels.writing import paged_write
 
 L, P, K, C, D, S, M = 2, 10, 3, 4, 8, 3, 3
-DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn]
+DTYPES = [kv.values for kv in KV_DTYPES.values()]
 # A dtype that XLA copies as it is on CPU, one that it copies as integers, and one with scales.
 KINDS = [jnp.float32, jnp.bfloat16, jnp.int8]
 
@@ -81,13 +81,13 @@ def poison(array: jax.Array) -> jax.Array:
 def make_tokens(seed: int, num_tokens: int, dtype=jnp.float32) -> tuple[np.ndarray, np.ndarray]:
     """Return K and V of some tokens, [L, N, K, D] each."""
     k, v = np.random.default_rng(seed).normal(size=(2, L, num_tokens, K, D))
-    dtype = jnp.float32 if is_quantised(dtype) else dtype
+    dtype = jnp.float32 if KVDtype.of(dtype).has_scales else dtype
     return k.astype(dtype), v.astype(dtype)
 
 
 def stored(tokens: np.ndarray, dtype) -> np.ndarray:
     """Return tokens after conversion to the dtype of a pool and back."""
-    if not is_quantised(dtype):
+    if not KVDtype.of(dtype).has_scales:
         return tokens
     values, scales = QUANTISE(tokens, dtype)
     return np.asarray(values.astype(jnp.float32) * scales[..., None])
@@ -129,7 +129,7 @@ def test_create_has_the_given_sizes():
     assert cache.pools == (cache.k, cache.v, None, None)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", QUANTISED)
 def test_create_makes_scales_for_quantised_pools(dtype):
     cache = make_cache(dtype)
     assert cache.k.dtype == cache.v.dtype == dtype
@@ -435,7 +435,7 @@ def test_read_and_donated_write_blocks_need_little_memory(dtype):
     memory = WRITE.lower(cache, scalar, scalar, values).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * nbytes
     # On CPU, pools of these dtypes are cast to integers and back.
-    limit = 2.01 if cache.k.dtype in BITS else 0.01
+    limit = 2.01 if bits_of(cache.k.dtype) else 0.01
     assert memory.temp_size_in_bytes < limit * nbytes
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paged_jax.kernels.pool_format import padded_state_shape, round_up_to_lanes
+from paged_jax.kernels.padding import padded_state_shape, round_up_to_lanes
 from paged_jax.models.parts.mlp import Dense
 from tests.support.aot_cases import (
     EXPERTS,

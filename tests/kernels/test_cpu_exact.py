@@ -13,9 +13,9 @@ import pytest
 from paged_jax import paged_attention, paged_prefill_attention
 from paged_jax.kernels.dispatch import exact_backend, exact_variants, is_exact
 from paged_jax.kernels.exact import inverse_root, rounded
+from paged_jax.kernels.kv_dtypes import KVDtype, quantise
 from paged_jax.kernels.linear import sum_rows
 from paged_jax.kernels.norm_rope import rms_norm, rotate
-from paged_jax.kernels.pool_format import quantise, query_dtype
 from tests.support.compiler import needs_compiler
 from tests.support.oracles import attention
 
@@ -60,7 +60,7 @@ def test_prompt_has_the_bits_of_decode_steps(case, dtype) -> None:
     q, k, v = draw(1, T, H, D), draw(2, T, K, D), draw(3, T, K, D)
     num_blocks = -(-T // BLOCK_SIZE)
     table = np.random.default_rng(0).permutation(num_blocks + 3)[:num_blocks]
-    q = jnp.asarray(q, query_dtype(dtype))
+    q = jnp.asarray(q, KVDtype.of(dtype).query_dtype)
     pools, scales, seen = [], [], []
     for x in (k,) if value_dim else (k, v):
         if dtype == "int8":

@@ -17,7 +17,7 @@ from paged_jax.kernels.backend import AttentionArgs, Options, Pools, Problem, Wr
 from paged_jax.kernels.cascade import merge_attention
 from paged_jax.kernels.dispatch import Dispatch
 from paged_jax.kernels.gradients import attend_differentiably
-from paged_jax.kernels.pool_format import quantise
+from paged_jax.kernels.kv_dtypes import quantise
 from paged_jax.kernels.xla import Xla
 from tests.support import oracles
 

@@ -21,7 +21,7 @@ from paged_jax.kernels import (
     paged_write,
     write_kv_pages,
 )
-from paged_jax.kernels.pool_format import quantise
+from paged_jax.kernels.kv_dtypes import quantise
 from tests.support import oracles
 from tests.support.compiler import needs_compiler
 from tests.support.paged_batch import BACKENDS, LAYER, OUT_OF_RANGE, PagedBatch, lanes_for, queries

@@ -17,8 +17,8 @@ from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import Options, Pools, Problem
 from paged_jax.kernels.dispatch import choose_backend
 from paged_jax.kernels.gpu_device import GpuInfo
+from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.mosaic_gpu import MosaicGpu, flash_decode, launch
-from paged_jax.kernels.pool_format import QUANTISED
 from tests.kernels.test_rope_write import check, make_new
 from tests.kernels.test_triton_write import problem
 from tests.kernels.test_writing import (
@@ -59,8 +59,8 @@ def assert_no_races(capsys):
 
 
 def quantise(x: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Quantise like `pool_format.quantise`, in NumPy."""
-    x, largest = x.astype(np.float32), QUANTISED[jnp.dtype(dtype)]
+    """Quantise like `kv_dtypes.quantise`, in NumPy."""
+    x, largest = x.astype(np.float32), KVDtype.of(dtype).largest
     scale = np.abs(x).max(-1) * np.float32(1 / largest)
     inverse = 1 / np.where(scale > 0, scale, np.float32(1))
     scaled = np.clip(x * inverse[..., None], -largest, largest)

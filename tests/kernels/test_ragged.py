@@ -371,7 +371,7 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "odd": ({"kv_pages": PAGES[:, :, :3]}, r"alternating keys and values, got \[3, 8, 3, 16\]"),
     "heads": ({"q": np.zeros((5, 3, 16), np.float32)}, "a multiple of the 2 KV heads"),
     "head dim": ({"kv_pages": PAGES[..., :8]}, "kv_pages must have D"),
-    "type": ({"kv_pages": PAGES.astype(np.int16)}, "kv_pages must be floating point or int8"),
+    "type": ({"kv_pages": PAGES.astype(np.int16)}, "kv_pages must be floating point, int8"),
     "q type": ({"q": np.zeros((5, 4, 16), np.int32)}, "q must be floating point, got int32"),
     "rows": ({"cu_q_lens": np.zeros(2, np.int32)}, r"cu_q_lens must have shape \[3\]"),
     "number": ({"num_seqs": np.ones(2, np.int32)}, r"num_seqs must have shape \[1\], got \[2\]"),

@@ -14,8 +14,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from paged_jax.kernels.backend import Pools
+from paged_jax.kernels.kv_dtypes import QUANTISED, KVDtype
 from paged_jax.kernels.norm_rope import rms_norm, rotate
-from paged_jax.kernels.pool_format import QUANTISED, is_quantised, query_dtype
 from paged_jax.kernels.writing import paged_rope_write, paged_write
 from tests.kernels.test_writing import (
     BACKENDS,
@@ -113,19 +113,19 @@ def check(pools: Pools, new: New, places, *, quantise=QUANTISE, **backend) -> No
     blocks, offsets = places
     q, written = rope_write(pools, new, places, **backend)
     expected_q, expected_k, v = split(new)
-    assert q.dtype == query_dtype(dtype)
+    assert q.dtype == KVDtype.of(dtype).query_dtype
     assert_close(q, expected_q)
 
     is_kept = (blocks >= 0) & (blocks < P)
     block, offset = blocks[is_kept], offsets[is_kept]
     keys = np.asarray(written.k)[LAYER, block, :, offset, :D]
-    if is_quantised(dtype):
+    if KVDtype.of(dtype).has_scales:
         scale = np.asarray(written.k_scale, np.float64)[LAYER, block, :, offset][..., None]
         error = np.abs(keys.astype(np.float64) * scale - expected_k[is_kept])
         # Half a level of int8. For fp8, half of the last of its 3 bits, or of its smallest number.
         fp8 = np.maximum(np.abs(expected_k[is_kept]) / 16, scale / 1024)
         assert (error <= (scale / 2 if dtype == jnp.int8 else fp8) + 3e-6).all()
-        assert (np.abs(keys.astype(np.float64)).max(-1) == QUANTISED[dtype]).all()
+        assert (np.abs(keys.astype(np.float64)).max(-1) == KVDtype.of(dtype).largest).all()
     else:
         assert_close(keys, expected_k[is_kept])
 
@@ -185,7 +185,7 @@ def test_paged_rope_write_rounds_like_paged_write(backend, dtype):
     q, written = rope_write(pools, new, places, **backend)
     wanted, k, v = (np.asarray(x) for x in ungrouped(new.qkv))
     assert_same_bits(written, expected_write(pools, k, v, *places))
-    np.testing.assert_array_equal(q, wanted.astype(query_dtype(dtype)))
+    np.testing.assert_array_equal(q, wanted.astype(KVDtype.of(dtype).query_dtype))
 
 
 @jax.jit
@@ -198,7 +198,7 @@ def one_by_one(pools: Pools, new: New, blocks, offsets) -> tuple[jax.Array, Pool
     written = paged_write(
         pools.k, pools.v, k, v, blocks, offsets, layer=LAYER, **scales_of(pools), backend="xla"
     )
-    return q.astype(query_dtype(pools.k.dtype)), written
+    return q.astype(KVDtype.of(pools.k.dtype).query_dtype), written
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["float32", "int8"])
@@ -282,7 +282,8 @@ def test_paged_rope_write_refuses_gradients_through_quantised_pools(backend, dty
 def test_paged_rope_write_updates_donated_pools_in_place(dtype):
     """Two layers write to large pools. The program is compiled, but not run."""
     pool = jax.ShapeDtypeStruct((4, 4096, K, 16, D), dtype)
-    scale = jax.ShapeDtypeStruct(pool.shape[:4], jnp.float32) if is_quantised(dtype) else None
+    has_scales = KVDtype.of(dtype).has_scales
+    scale = jax.ShapeDtypeStruct(pool.shape[:4], jnp.float32) if has_scales else None
     pools = Pools(pool, pool, scale, scale)
 
     def two_layers(pools, new, blocks, offsets):

@@ -16,7 +16,7 @@ from paged_jax.kernels import dispatch, recurrent
 from paged_jax.kernels import rows as row_access
 from paged_jax.kernels.backend import StateRows
 from paged_jax.kernels.mosaic_tpu import MosaicTpu
-from paged_jax.kernels.pool_format import padded_state_shape
+from paged_jax.kernels.padding import padded_state_shape
 from paged_jax.kernels.rows import set_states, take_states
 from tests.support import recurrences
 from tests.support.families import InterpretedTriton

@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 from paged_jax.kernels import dispatch
 from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.dispatch import choose_backend
-from paged_jax.kernels.pool_format import quantise, round_half_to_even
+from paged_jax.kernels.kv_dtypes import quantise, round_half_to_even
 from paged_jax.kernels.triton import Triton
 from paged_jax.kernels.writing import paged_write
 from tests.support.kernel_cases import Case, equations, lower, lowering_for

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.cpu import library
-from paged_jax.kernels.pool_format import QUANTISED, is_quantised, quantise
+from paged_jax.kernels.kv_dtypes import QUANTISED, KVDtype, quantise
 from paged_jax.kernels.rows import sets_rows_in_place
 from paged_jax.kernels.writing import copy_blocks, paged_write
 from tests.support.compiler import needs_compiler
@@ -43,7 +43,8 @@ def dtype(request):
 
 def poisoned(dtype, shape=(L, P, K, C, D)) -> Pools:
     value = 77 if dtype == jnp.int8 else jnp.nan
-    scales = [np.full(shape[:4], np.nan, np.float32) for _ in range(2) if is_quantised(dtype)]
+    num_scales = 2 if KVDtype.of(dtype).has_scales else 0
+    scales = [np.full(shape[:4], np.nan, np.float32) for _ in range(num_scales)]
     return Pools(*(np.full(shape, value, dtype) for _ in range(2)), *scales)
 
 
@@ -220,7 +221,7 @@ def test_paged_write_quantises_each_token_and_head_separately(backend, dtype):
     for pool, scale, new in ((pools.k, pools.k_scale, k), (pools.v, pools.v_scale, v)):
         values = np.asarray(pool, np.float64)[LAYER, blocks, :, offsets]
         scale = np.asarray(scale, np.float64)[LAYER, blocks, :, offsets][..., None]
-        np.testing.assert_array_equal(np.abs(values).max(-1), QUANTISED[dtype])
+        np.testing.assert_array_equal(np.abs(values).max(-1), KVDtype.of(dtype).largest)
         # Half a level of int8. For fp8, half of the last of its 3 bits, or of 2**-9, its smallest
         # number.
         bound = scale / 2 if dtype == jnp.int8 else np.maximum(np.abs(new) / 16, scale / 1024)
@@ -367,7 +368,8 @@ def test_copy_blocks_any_shape(name, K, C, D):
 def abstract_pools(dtype, K: int = 4) -> Pools:
     """Return the shapes of large pools, for programs that are compiled but not run."""
     pool = jax.ShapeDtypeStruct((4, 4096, K, 16, 64), dtype)
-    scale = jax.ShapeDtypeStruct(pool.shape[:4], jnp.float32) if is_quantised(dtype) else None
+    has_scales = KVDtype.of(dtype).has_scales
+    scale = jax.ShapeDtypeStruct(pool.shape[:4], jnp.float32) if has_scales else None
     return Pools(pool, pool, scale, scale)
 
 

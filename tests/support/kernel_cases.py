@@ -24,7 +24,7 @@ from paged_jax.kernels.backend import (
     WriteArgs,
 )
 from paged_jax.kernels.dispatch import Dispatch
-from paged_jax.kernels.pool_format import is_quantised
+from paged_jax.kernels.kv_dtypes import KVDtype
 
 H200 = gpu_device.GpuInfo("NVIDIA H200", 132)
 
@@ -174,7 +174,7 @@ class Case:
             return Pages(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))  # type: ignore
         pool: Any = jax.ShapeDtypeStruct((*shape, self.lanes or self.D), dtype, sharding=sharding)
         scale: Any = None
-        if is_quantised(dtype):
+        if KVDtype.of(dtype).has_scales:
             scale = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
         if self.U is not None:
             return Pools(pool, None, scale, None)

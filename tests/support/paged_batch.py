@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.kernels import Pools, paged_attention, paged_prefill_attention
-from paged_jax.kernels.pool_format import QUANTISED, is_quantised
+from paged_jax.kernels.kv_dtypes import KVDtype
 from tests.support import oracles
 
 OUT_OF_RANGE = 10**6
@@ -232,7 +232,7 @@ def queries(shape, dtype: Any = np.float32, seed: int = 1) -> np.ndarray:
 
 
 def _poisoned(shape, dtype) -> tuple[np.ndarray, np.ndarray | None]:
-    if not is_quantised(dtype):
+    if not KVDtype.of(dtype).has_scales:
         return np.full(shape, np.nan, dtype), None
     poison = 127 if jnp.issubdtype(dtype, jnp.integer) else np.nan
     return np.full(shape, poison, dtype), np.full(shape[:4], np.nan, np.float32)
@@ -240,9 +240,9 @@ def _poisoned(shape, dtype) -> tuple[np.ndarray, np.ndarray | None]:
 
 def _stored(tokens: np.ndarray, dtype) -> tuple[np.ndarray, np.ndarray]:
     """Return ``[N, K, D]`` as the pool stores it, and the scales ``[N, K]``."""
-    if not is_quantised(dtype):
+    if not KVDtype.of(dtype).has_scales:
         return tokens.astype(dtype), np.ones(tokens.shape[:2], np.float32)
-    largest = QUANTISED[jnp.dtype(dtype)]
+    largest = KVDtype.of(dtype).largest
     scales = np.abs(tokens).max(axis=-1) / np.float32(largest)
     scaled = np.clip(tokens / scales[..., None], -largest, largest)
     return (np.rint(scaled) if jnp.issubdtype(dtype, jnp.integer) else scaled).astype(dtype), scales

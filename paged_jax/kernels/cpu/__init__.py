@@ -84,10 +84,7 @@ def _attention_refusal(problem: Problem) -> str | None:
     """Return why the kernels do not support the attention `problem`, or None if they do."""
     if problem.value_dim > _MAX_VALUE_DIM:
         return f"values must have at most {_MAX_VALUE_DIM} elements, got {problem.value_dim}"
-    dtype = jnp.dtype(problem.pool_dtype)
-    if dtype not in ELEMENTS:
-        return f"pools must be one of {', '.join(each.name for each in ELEMENTS)}, got {dtype}"
-    return None
+    return problem.pool_dtype_refusal(*(dtype.name for dtype in ELEMENTS))
 
 
 def _attention_op(problem: Problem) -> Literal["decode", "prefill"]:
@@ -381,6 +378,8 @@ def _set_rows(plain: PlainFunction, rows: jax.Array, index: jax.Array, new: jax.
     arrays. `plain` is the equivalent function in plain JAX.
     """
     arrays = rows, index, new
+    if rows.dtype not in ELEMENTS:
+        return plain(*arrays)
     [out] = call(Kernel("set_rows", rows.dtype), arrays, plain, arrays, is_in_place=True)
     return out
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.backend import Options
+from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.weight_formats import CODES, FLOAT_CODES, num_bits
 from paged_jax.kernels.weight_packing import SECTION_INPUTS, interleave, join_levels, pack
 
@@ -231,17 +232,17 @@ def _test_attention(target: str, kernel: Kernel) -> Results:
     q = rng.integers(-1, 2, (1, T, H, D)).astype(np.float32)
     k, v = (rng.integers(-7, 8, (1, P, K, C, D)).astype(np.float32) for _ in range(2))
     table, scales = np.array([[2, 0, 3]], np.int32), np.full((1, P, K, C), 0.25, np.float32)
-    is_quantised = dtype.itemsize == 1
-    factor = 0.25 if is_quantised else 1.0
+    has_scales = KVDtype.of(dtype).has_scales
+    factor = 0.25 if has_scales else 1.0
     scale = math.log(2) / factor
     queries = q[:, 0] if is_decode else q
     operands = [queries, k.astype(dtype), v.astype(dtype), table]
     operands += [np.array([length], np.int32), np.int32(0)]
-    operands += [scales, scales] * is_quantised
+    operands += [scales, scales] * has_scales
     operands += [np.array([T], np.int32)] * (not is_decode)
     shapes = queries.shape, queries.shape[:-1]
     call = jax.ffi.ffi_call(target, [jax.ShapeDtypeStruct(x, q.dtype) for x in shapes])
-    attributes = attention_attributes(Options(scale), is_quantised, False, False)
+    attributes = attention_attributes(Options(scale), has_scales, False, False)
 
     def attend(has_bfloat16_queries: bool) -> np.ndarray:
         each = attributes | {"has_bfloat16_queries": np.int32(has_bfloat16_queries)}

@@ -19,11 +19,11 @@ from paged_jax.kernels.mosaic_gpu.launch import (
     MAX_SHARED_MEMORY,
     TILE_LANES,
     AttentionInputs,
+    is_narrow,
     plgpu,
     swizzled,
     widen,
 )
-from paged_jax.kernels.pool_format import is_quantised
 
 # Number of columns of an `mma` instruction, and the total number of rows of the `mma` instructions
 # that the four warps of a thread block execute at the same time.
@@ -407,7 +407,7 @@ def load_queries(copies: TileCopies) -> list[list[jax.Array]]:
 
 def load_keys(tile_ref: Any, dtype: Any) -> jax.Array:
     """Load a tile of keys, and convert 8-bit elements to the dtype of the queries."""
-    if is_quantised(tile_ref.dtype):
+    if is_narrow(tile_ref.dtype):
         return widen(plgpu.load(tile_ref, optimized=False), dtype)
     return tile_ref[...]
 

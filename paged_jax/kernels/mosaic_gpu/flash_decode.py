@@ -77,10 +77,10 @@ from paged_jax.kernels.mosaic_gpu.launch import (
     GpuInstructions,
     attention_refusal,
     compute_tanh,
+    is_narrow,
     launch,
     plgpu,
 )
-from paged_jax.kernels.pool_format import is_quantised
 
 # Initial peak (largest score so far) of the softmax. If it were -inf, ``peak - new_peak`` would be
 # NaN before the first token.
@@ -99,10 +99,10 @@ def refusal(problem: Problem) -> str | None:
     G, C, D, U = problem["H"] // problem["K"], problem["C"], problem["D"], problem.value_dim
     if D % TILE_LANES or U % MMA_ROWS:
         return f"keys and values must have a multiple of {TILE_LANES} elements, got {D} and {U}"
-    is_narrow = is_quantised(problem.pool_dtype)
     sizes = DecodeSizes.choose(
-        problem["B"], problem["M"], G, C, D, U, problem.shares_values, None, is_narrow
-    )
+        problem["B"], problem["M"], G, C, D, U, problem.shares_values, None,
+        is_narrow(problem.pool_dtype),
+    )  # fmt: skip
     if sizes.slice_size < min(G, MIN_SLICE):
         return (
             f"{G} query heads per KV head cannot be divided into equal slices of {MIN_SLICE} or "
@@ -126,7 +126,7 @@ def decode(
     U, K = options.output_dim(D), pools.num_kv_heads
     sizes = DecodeSizes.choose(
         B, M, H // K, pools.block_size, D, U, pools.shares_values, options.sliding_window,
-        is_quantised(pools.dtype),
+        is_narrow(pools.dtype),
     )  # fmt: skip
     if num_parts is None:
         resident = gpu_device.device().num_cores * max(sizes.num_resident, 1)

@@ -71,6 +71,7 @@ from paged_jax.kernels.mosaic_gpu.launch import (
     AttentionInputs,
     GpuInstructions,
     attention_refusal,
+    is_narrow,
     launch,
     plgpu,
 )
@@ -92,7 +93,6 @@ from paged_jax.kernels.mosaic_gpu.query_tiles import (
     QueryTile,
     list_tiles,
 )
-from paged_jax.kernels.pool_format import is_quantised
 from paged_jax.kernels.ragged_chunks import Chunks, find_rows
 
 # Each pair is the number of registers per thread of the computing warpgroups and of the copying
@@ -131,7 +131,7 @@ def refusal(problem: Problem, interpret: Interpret) -> str | None:
 
 def _latent_refusal(problem: Problem, D: int, U: int) -> str | None:
     """Return why this kernel does not support latent keys of D elements, or None if it does."""
-    if is_quantised(problem.pool_dtype):
+    if is_narrow(problem.pool_dtype):
         # The additional ring buffer of 8-bit elements would not fit shared memory.
         return (
             "in a prefill of latent attention, pools must have 16-bit elements, got "
@@ -165,7 +165,7 @@ def _choose_sizes(T: int, q: jax.Array, pools: Pools | Pages, options: Options) 
     shared = options.output_dim(D) if pools.shares_values else None
     return PrefillSizes.choose(
         T, H // pools.num_kv_heads, pools.block_size, D,
-        is_narrow=is_quantised(pools.dtype), shared=shared,
+        is_narrow=is_narrow(pools.dtype), shared=shared,
     )  # fmt: skip
 
 

@@ -19,11 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
+from paged_jax.formatting import listed
 from paged_jax.kernels.backend import Interpret, Problem
 from paged_jax.kernels.gpu_device import device
 from paged_jax.kernels.opaque_call import only_on
-from paged_jax.kernels.pool_format import is_quantised
 
 plgpu: Any = None
 try:
@@ -249,14 +250,22 @@ def _count(counter_ref: Any, count_ref: Any) -> None:
 TILE_ROWS, TILE_LANES = 8, 64
 
 
+# Maps the dtypes of 8-bit pools that the kernels support to the 16-bit dtypes to which GPUs convert
+# them in few instructions. Any other pair of dtypes takes two steps.
+WIDER = {"int8": jnp.bfloat16, "float8_e4m3fn": jnp.float16}
+
+
+def is_narrow(dtype: DTypeLike) -> bool:
+    """Return whether the elements of pools or pages of this dtype have 8 bits."""
+    return jnp.dtype(dtype).name in WIDER
+
+
 def attention_refusal(problem: Problem) -> str | None:
     """Return why attention does not support the dtypes or the block size, or None if it does."""
     dtype, q_dtype, C = jnp.dtype(problem.pool_dtype), jnp.dtype(problem.q_dtype), problem["C"]
-    if q_dtype not in (jnp.bfloat16, jnp.float16) or not (dtype == q_dtype or is_quantised(dtype)):
-        return (
-            "queries must be bfloat16 or float16, and pools of the same dtype, int8 or "
-            f"float8_e4m3fn, got {q_dtype} and {dtype}"
-        )
+    if q_dtype not in (jnp.bfloat16, jnp.float16) or dtype.name not in (q_dtype.name, *WIDER):
+        pools = listed("of the same dtype", *WIDER)
+        return f"queries must be bfloat16 or float16, and pools {pools}, got {q_dtype} and {dtype}"
     if C % TILE_ROWS or C & (C - 1):
         return f"the block size must be a power of two of at least {TILE_ROWS}, got {C}"
     return None
@@ -272,10 +281,8 @@ def swizzled(shape: tuple[int, ...], dtype: Any, lanes: int = TILE_LANES) -> Any
 
 
 def widen(x: jax.Array, dtype: Any) -> jax.Array:
-    """Convert int8 or e4m3 numbers to bfloat16 or float16, which represent them exactly."""
-    # GPUs convert int8 to bfloat16, and float8 to float16, in few instructions. Any other pair of
-    # dtypes takes two steps.
-    near = jnp.bfloat16 if x.dtype == jnp.int8 else jnp.float16
+    """Convert elements of 8-bit pools to bfloat16 or float16, which represent them exactly."""
+    near = WIDER[x.dtype.name]
     x = x.astype(near)
     return x if dtype == near else x.astype(jnp.float32).astype(dtype)
 

@@ -29,15 +29,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from paged_jax.formatting import listed
 from paged_jax.kernels.backend import CopyArgs, Interpret, Pools, Problem, WriteArgs
+from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.mosaic_gpu.launch import (
     MAX_BOX,
     MAX_SHARED_MEMORY,
     ROW_BYTES,
+    WIDER,
+    is_narrow,
     launch,
     plgpu,
 )
-from paged_jax.kernels.pool_format import is_quantised, quantise_parts
 
 _FLOATING = ("bfloat16", "float16", "float32")
 _THREADS = 128
@@ -59,19 +62,18 @@ def refusal(problem: Problem) -> str | None:
     pool_dtype, K, C = jnp.dtype(problem.pool_dtype), problem["K"], problem["C"]
     row_bytes = problem.lanes * pool_dtype.itemsize
     if problem.op == "copy_blocks":
-        sizes = {K * C * row_bytes, *({K * C * 4} if is_quantised(pool_dtype) else ())}
+        sizes = {K * C * row_bytes, K * C * problem.kv.scale_bytes}
         odd = [size for size in sizes if size % ROW_BYTES]
         return f"blocks must have a multiple of {ROW_BYTES} bytes, got {odd[0]}" if odd else None
     q_dtype = jnp.dtype(problem.q_dtype)
-    is_known = pool_dtype.name in _FLOATING or is_quantised(pool_dtype)
-    if not is_known or q_dtype.name not in _FLOATING:
+    if pool_dtype.name not in (*_FLOATING, *WIDER) or q_dtype.name not in _FLOATING:
         names = ", ".join(_FLOATING)
         return (
-            f"keys and values must be {names}, and pools one of these, int8 or float8_e4m3fn, got "
+            f"keys and values must be {names}, and pools {listed('one of these', *WIDER)}, got "
             f"{q_dtype} and {pool_dtype}"
         )
-    D, U, is_narrow = problem["D"], problem.value_dim, is_quantised(pool_dtype)
-    if is_narrow and (D % WARP_LANES or U % WARP_LANES):
+    D, U = problem["D"], problem.value_dim
+    if is_narrow(pool_dtype) and (D % WARP_LANES or U % WARP_LANES):
         return f"rows to quantise must have a multiple of {WARP_LANES} elements, got {D} and {U}"
     sizes = {size * x for size in (D, U, problem.lanes) for x in (2, pool_dtype.itemsize)}
     if any(size % ROW_BYTES for size in sizes):
@@ -172,7 +174,7 @@ def store_rows(parts: Sequence[jax.Array], refs: Sequence[Any], scale_ref: Any) 
       scale_ref: f32 ``[rows]``, ref to store the scales of the rows in; None to store no scales.
     """
     if scale_ref is not None:
-        parts, scale = quantise_parts(parts, refs[0].dtype)
+        parts, scale = KVDtype.of(refs[0].dtype).quantise_parts(parts)
         scale_ref[...] = scale
     for part, ref in zip(parts, refs, strict=True):
         ref[...] = part.astype(ref.dtype)

@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels.backend import Interpret, Options, Pools, Problem, RopeWriteArgs
+from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.mosaic_gpu import pool_updates
 from paged_jax.kernels.mosaic_gpu.launch import MAX_BOX, MAX_SHARED_MEMORY, launch, plgpu
 from paged_jax.kernels.mosaic_gpu.pool_updates import (
@@ -37,7 +38,6 @@ from paged_jax.kernels.mosaic_gpu.pool_updates import (
     store_rows,
     store_scales,
 )
-from paged_jax.kernels.pool_format import query_dtype
 
 
 def refusal(problem: Problem) -> str | None:
@@ -50,7 +50,7 @@ def refusal(problem: Problem) -> str | None:
         return f"half a head must have a multiple of {WARP_LANES} elements, got a head of {D}"
     boxes = _QueryBoxes(K, problem["H"] // K)
     size = boxes.count * padded_rows(boxes.num_heads, D)
-    size *= q_dtype.itemsize + query_dtype(pool_dtype).itemsize
+    size *= q_dtype.itemsize + problem.kv.query_dtype.itemsize
     size += 2 * padded_rows(K, D) * (q_dtype.itemsize + pool_dtype.itemsize)
     if boxes.num_heads > MAX_BOX or D // 2 > MAX_BOX or size * D > MAX_SHARED_MEMORY:
         return does_not_fit(problem["H"] + 2 * K, D)
@@ -124,7 +124,7 @@ class _RopeTiles(NamedTuple):
         return cls(
             queries=(queries, queries),
             rotated=tuple(
-                plgpu.SMEM((boxes.count, query_rows, size), query_dtype(pools.dtype))
+                plgpu.SMEM((boxes.count, query_rows, size), KVDtype.of(pools.dtype).query_dtype)
                 for _, size in _pieces(D)
             ),
             keys=(heads, heads),
@@ -168,7 +168,7 @@ def rope_write(
             *(args.norms or ()),
         ],
         updated=updated,
-        outputs=[jax.ShapeDtypeStruct((N, K, width - 2, D), query_dtype(pools.dtype))],
+        outputs=[jax.ShapeDtypeStruct((N, K, width - 2, D), KVDtype.of(pools.dtype).query_dtype)],
         scratch=[_RopeTiles.of(boxes, args.qkv, pools)],
         interpret=interpret,
     )

@@ -64,7 +64,7 @@ from paged_jax.kernels.mosaic_tpu.kernel import (
     dtype_refusal,
 )
 from paged_jax.kernels.opaque_call import only_on
-from paged_jax.kernels.pool_format import LANES, round_up_to_lanes
+from paged_jax.kernels.padding import LANES, round_up_to_lanes
 from paged_jax.kernels.weight_formats import Weight
 
 __all__ = ["MosaicTpu", "refusal"]
@@ -120,7 +120,7 @@ def refusal(problem: Problem) -> str | None:
             f"a row of the block table must fit scalar memory, {MAX_SCALARS} entries, got "
             f"{M}; use larger blocks"
         )
-    return dtype_refusal(problem, "pools", "int8", "float8_e4m3fn")
+    return dtype_refusal(problem, "int8", "float8_e4m3fn")
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))

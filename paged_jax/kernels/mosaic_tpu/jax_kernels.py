@@ -25,7 +25,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, get_abstract_mesh, use_ab
 from paged_jax.kernels.backend import Interpret, Problem, RaggedArgs, RaggedOptions
 from paged_jax.kernels.mosaic_tpu.kernel import MAX_SCALARS, VMEM_BYTES, dtype_refusal
 from paged_jax.kernels.opaque_call import only_on
-from paged_jax.kernels.pool_format import LANES
+from paged_jax.kernels.padding import LANES
 from paged_jax.kernels.ragged_chunks import find_chunks, find_rows
 
 try:
@@ -68,7 +68,7 @@ def ragged_refusal(problem: Problem) -> str | None:
         return "JAX's kernel cannot be traced under jax_enable_x64"
     if problem["D"] != LANES:
         return f"the head dimension must be {LANES}, got {problem['D']}"
-    if (why_not := dtype_refusal(problem, "pages", "float8_e4m3fn", "float8_e5m2")) is not None:
+    if (why_not := dtype_refusal(problem, "float8_e4m3fn", "float8_e5m2")) is not None:
         return why_not
     if jnp.dtype(problem.pool_dtype).itemsize > jnp.dtype(problem.q_dtype).itemsize:
         return f"pages of {problem.pool_dtype} would be rounded to {problem.q_dtype}"

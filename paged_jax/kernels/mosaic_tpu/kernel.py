@@ -15,8 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from paged_jax.formatting import listed
 from paged_jax.kernels.backend import Options, Problem
-from paged_jax.kernels.pool_format import LANES
+from paged_jax.kernels.padding import LANES
 
 # Maximum number of 32-bit words of scalar memory for block tables and lengths. A TPU has 2**18
 # words.
@@ -48,18 +49,15 @@ _UNSEEN = float("-inf")
 _LEAST_PEAK = float(np.finfo(np.float32).min)
 
 
-def dtype_refusal(problem: Problem, pools: str, *pool_dtypes: str) -> str | None:
+def dtype_refusal(problem: Problem, *pool_dtypes: str) -> str | None:
     """Return why a kernel does not support the dtypes of a call, or None if it does.
 
-    Queries and pools must be bfloat16 or float32. Pools may also have one of `pool_dtypes`. The
-    result calls the pools by the word `pools`, such as "pages".
+    Queries and pools must be bfloat16 or float32. Pools may also have one of `pool_dtypes`.
     """
-    dtypes = ("queries", problem.q_dtype, ()), (pools, problem.pool_dtype, pool_dtypes)
-    for name, dtype, more in dtypes:
-        known = "bfloat16", "float32", *more
-        if jnp.dtype(dtype).name not in known:
-            return f"{name} must be {', '.join(known[:-1])} or {known[-1]}, got {dtype}"
-    return None
+    floats = "bfloat16", "float32"
+    if jnp.dtype(problem.q_dtype).name not in floats:
+        return f"queries must be {listed(*floats)}, got {problem.q_dtype}"
+    return problem.pool_dtype_refusal(*floats, *pool_dtypes)
 
 
 @dataclass(frozen=True)
@@ -401,7 +399,7 @@ def _fold(
         _clear_unseen(span, first, slot, buffers.k if buffers.v is None else buffers.v)
 
     is_float32 = jnp.float32 in (q_ref.dtype, buffers.k.dtype)
-    dtype = jnp.float32 if is_float32 else jnp.bfloat16  # exact for int8 and fp8
+    dtype = jnp.float32 if is_float32 else jnp.bfloat16  # exact for quantised pools
 
     def fold_head(h, _):
         # Use only the first D lanes. The others are padding, which may be NaN.

@@ -45,7 +45,7 @@ from paged_jax.kernels.backend import (
 )
 from paged_jax.kernels.mosaic_tpu.kernel import MAX_SCALARS, div
 from paged_jax.kernels.opaque_call import only_on
-from paged_jax.kernels.pool_format import LANES, SUBLANES
+from paged_jax.kernels.padding import LANES, SUBLANES
 
 # Maximum bytes of the block of states that a grid step reads or writes. VMEM holds four such
 # blocks: two that are read, and two that are written. A TPU v6e copies a block in 0.7 microseconds

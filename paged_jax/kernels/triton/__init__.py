@@ -19,7 +19,6 @@ from paged_jax.kernels.backend import (
 )
 from paged_jax.kernels.gpu_device import GpuBackend
 from paged_jax.kernels.kv_split import MAX_SEQUENCES
-from paged_jax.kernels.pool_format import QUANTISED
 from paged_jax.kernels.triton import linear, pallas, tiles
 from paged_jax.kernels.triton import recurrent as _recurrent
 from paged_jax.kernels.triton import write as _write
@@ -91,13 +90,11 @@ def refusal(problem: Problem, interpret: Interpret = False) -> str | None:
 
 
 def _pool_refusal(problem: Problem, verb: str) -> str | None:
-    pool_dtype = jnp.dtype(problem.pool_dtype)
-    if pool_dtype not in QUANTISED:
-        if pool_dtype.name in tiles.FLOATING:
-            return None
-        known = ", ".join(tiles.FLOATING)
-        return f"pools must be {known}, int8 or float8_e4m3fn, got {pool_dtype}"
-    if problem["D"] % 2 or problem.lanes % 2 or problem.value_dim % 2:
+    supported = *tiles.FLOATING, *pallas.SPLIT_WORDS
+    if (why_not := problem.pool_dtype_refusal(*supported)) is not None:
+        return why_not
+    is_odd = problem["D"] % 2 or problem.lanes % 2 or problem.value_dim % 2
+    if jnp.dtype(problem.pool_dtype).name in pallas.SPLIT_WORDS and is_odd:
         return (
             f"it {verb} bytes in pairs, so keys and values must have an even number of elements, "
             f"got {problem['D']} and {problem.value_dim}"

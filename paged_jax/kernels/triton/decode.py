@@ -37,7 +37,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels import gpu_device
-from paged_jax.kernels.backend import AttentionArgs, Interpret, Options
+from paged_jax.kernels.backend import AttentionArgs, Half, Interpret, Options
 from paged_jax.kernels.kv_split import (
     KVPart,
     KVSplit,
@@ -48,7 +48,6 @@ from paged_jax.kernels.kv_split import (
     take_part,
     zero_counters,
 )
-from paged_jax.kernels.pool_format import Half, is_quantised
 from paged_jax.kernels.triton import tiles, tuning
 from paged_jax.kernels.triton.pallas import Instructions, choose_instructions, pallas_call, plgpu
 
@@ -233,7 +232,7 @@ def _attend(
     num_rows, num_copies = _choose_rows(group_slice.group.slice_size, dtype)
     rows = jnp.arange(num_copies * num_rows, dtype=jnp.int32)
     heads, is_row = group_slice.query_heads(remainder(rows, num_rows))
-    num_arrays = 2 if is_quantised(kv.pool_dtype) else 1
+    num_arrays = kv.elements_per_lane
     q = tuple(
         plgpu.load(
             q_ref.at[part.sequence, heads[:, None], lane[None]],
@@ -389,8 +388,8 @@ def _load_tile(
     arrays = []
     for part in kv.parts:
         tile = kv.load_tile(half, part, *tokens)
-        words = is_quantised(kv.pool_dtype)
-        arrays += instructions.split_words(tile, kv.pool_dtype) if words else [tile]
+        is_split = kv.elements_per_lane > 1
+        arrays += instructions.split_words(tile, kv.pool_dtype) if is_split else [tile]
     return tuple(array.astype(dtype) for array in arrays)
 
 

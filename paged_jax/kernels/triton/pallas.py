@@ -99,8 +99,8 @@ class Instructions(NamedTuple):
         broadcast to `x`. The PTX takes two instructions per element, and gives 0 for results below
         1e-38. `jnp.exp2` takes three more instructions to compute such results, and the compiler
         does not fuse it with the multiplication and the subtraction.
-      split_words: function of a tile of words (`tiles.as_words`) and the dtype of the pool, int8 or
-        float8_e4m3fn. It returns the even and the odd lanes in float16, which represents them
+      split_words: function of a tile of words (`tiles.as_words`) and the dtype of the pool, a key
+        of `SPLIT_WORDS`. It returns the even and the odd lanes in float16, which represents them
         exactly. The PTX converts two elements at a time, in 1.25 instructions per int8 element and
         0.75 instructions per float8_e4m3fn element. The compiler's own conversions take three or
         more.
@@ -167,9 +167,13 @@ _FLOAT8 = tuple(
     for turn in ("even", "odd")
 )
 
+# PTX code for `Instructions.split_words`, by the dtype of the pool. Pools of other 8-bit dtypes are
+# unsupported.
+SPLIT_WORDS = {"int8": _INT8, "float8_e4m3fn": _FLOAT8}
+
 
 def _compiled_split_words(words: jax.Array, pool_dtype: Any) -> tuple[jax.Array, jax.Array]:
-    code = _INT8 if pool_dtype == jnp.int8 else _FLOAT8
+    code = SPLIT_WORDS[pool_dtype.name]
     even, odd = (run_ptx(half, [words], jnp.float16, pack=2) for half in code)
     return even, odd
 

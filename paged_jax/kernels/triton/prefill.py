@@ -32,9 +32,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels import gpu_device
-from paged_jax.kernels.backend import AttentionArgs, Interpret, Options, RaggedArgs
+from paged_jax.kernels.backend import AttentionArgs, Half, Interpret, Options, RaggedArgs
 from paged_jax.kernels.kv_split import divide, remainder
-from paged_jax.kernels.pool_format import Half
 from paged_jax.kernels.ragged_chunks import Chunks
 from paged_jax.kernels.triton import tiles, tuning
 from paged_jax.kernels.triton.pallas import Instructions, choose_instructions, pallas_call, plgpu
@@ -370,7 +369,7 @@ def _load_tile(
 
     def load(part: tiles.HeadPart) -> jax.Array:
         tile = kv.load_tile(half, part, *place)
-        if kv.pool_dtype.itemsize > 1:
+        if kv.elements_per_lane == 1:
             return tile.astype(dtype)
         # Join the even and the odd lanes in registers. One matmul over all lanes needs fewer
         # registers than two matmuls over the even and over the odd lanes, which would spill

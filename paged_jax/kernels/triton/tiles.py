@@ -36,9 +36,9 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from paged_jax.kernels.backend import Options, Problem
+from paged_jax.kernels.backend import Half, Options, Problem
+from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.kv_split import divide, remainder
-from paged_jax.kernels.pool_format import Half, is_quantised, matmul_dtype
 from paged_jax.kernels.triton.pallas import Instructions, plgpu
 
 # Minimum size of the dimension that a matmul sums over, which is k of an mma instruction.
@@ -136,14 +136,15 @@ def parts_of(head_dim: int, value_dim: int) -> tuple[HeadPart, ...]:
 def operand_dtype(q_dtype: Any, pool_dtype: Any) -> Any:
     """Return the dtype of the operands of the matmuls.
 
-    It is `matmul_dtype`, with one exception: float16 for quantised pools with queries in half
-    precision. float16 represents int8 and e4m3 exactly, and keeps 11 bits of a softmax weight. The
-    conversion to it takes the fewest instructions. `fit_queries` and `fold` keep operands in the
-    range of float16.
+    It is `KVDtype.matmul_dtype`, with one exception: float16 for quantised pools with queries in
+    half precision. float16 represents the quantised dtypes exactly, and keeps 11 bits of a softmax
+    weight. The conversion to it takes the fewest instructions. `fit_queries` and `fold` keep
+    operands in the range of float16.
     """
-    if is_quantised(pool_dtype) and jnp.dtype(q_dtype) != jnp.float32:
+    kv = KVDtype.of(pool_dtype)
+    if kv.has_scales and jnp.dtype(q_dtype) != jnp.float32:
         return jnp.dtype(jnp.float16)
-    return matmul_dtype(q_dtype, pool_dtype)
+    return kv.matmul_dtype(q_dtype)
 
 
 def as_words(pool: jax.Array) -> jax.Array:
@@ -192,6 +193,11 @@ class KVHead(NamedTuple):
         return self.pools.shares_values
 
     @property
+    def elements_per_lane(self) -> int:
+        """Number of elements in a lane of `load_tile`: two for 8-bit elements, else one."""
+        return 2 if self.pool_dtype.itemsize == 1 else 1
+
+    @property
     def has_scales(self) -> bool:
         """Whether keys and values have scales."""
         return self.pools.k_scale is not None
@@ -229,7 +235,7 @@ class KVHead(NamedTuple):
           is_read: bool ``[N]``, whether to load each token. The other rows are 0, and so is the
             padding of lanes.
         """
-        elements = 2 if self.pool_dtype.itemsize == 1 else 1  # per lane
+        elements = self.elements_per_lane
         width, start = part.size // elements, part.start // elements
         lanes = jnp.arange(num_lanes(width), dtype=jnp.int32)[None]
         offsets = remainder(positions, self.pools.block_size)

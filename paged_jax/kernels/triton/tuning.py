@@ -28,7 +28,6 @@ import jax.numpy as jnp
 from paged_jax.kernels.backend import AttentionArgs, Options
 from paged_jax.kernels.call_table import CallShape, CallTable, parse_table
 from paged_jax.kernels.gpu_device import GpuInfo, device
-from paged_jax.kernels.pool_format import is_quantised, matmul_dtype
 
 
 class DecodeParams(NamedTuple):
@@ -124,12 +123,12 @@ def _token_lanes(shape: CallShape) -> int:
 
 def token_bytes(shape: CallShape) -> int:
     """Return the bytes of K and V per token and KV head, in the dtype of the matmuls."""
-    return _token_lanes(shape) * matmul_dtype(shape.q_dtype, shape.pool_dtype).itemsize
+    return _token_lanes(shape) * shape.kv.matmul_dtype(shape.q_dtype).itemsize
 
 
 def _is_exact(shape: CallShape) -> bool:
     """Return whether the matmuls are in float32, which tensor cores do not support."""
-    return matmul_dtype(shape.q_dtype, shape.pool_dtype) == jnp.float32
+    return shape.kv.matmul_dtype(shape.q_dtype) == jnp.float32
 
 
 # Bytes of K and V that a loop step reads. With this number, three stages of two program instances
@@ -157,7 +156,7 @@ def _decode_rule(shape: CallShape) -> DecodeParams:
     # and an fp8 pool would spill registers.
     max_tokens = 128 if _lanes(shape) >= 64 else 64
     step_tokens = _STEP_BYTES // token_bytes(shape)
-    if is_quantised(shape.pool_dtype) and not _is_exact(shape) and shape.group <= 8:
+    if shape.kv.has_scales and not _is_exact(shape) and shape.group <= 8:
         # Double the tokens of a step. Shared memory holds elements in the dtype of the pool, which
         # take at most half of the bytes that `token_bytes` counts. Large groups are excluded,
         # because they leave too few registers for longer steps.
@@ -180,7 +179,7 @@ def slice_size(shape: CallShape) -> int:
       >>> [slice_size(CallShape(128, group, 16, "bfloat16", "bfloat16")) for group in (4, 32, 71)]
       [4, 32, 24]
     """
-    is_tight = is_quantised(shape.pool_dtype) and _lanes(shape) <= 64
+    is_tight = shape.kv.has_scales and _lanes(shape) <= 64
     max_rows = 16 if _is_exact(shape) or is_tight or shape.value_dim else 32
     num_slices = math.ceil(shape.group / max_rows)
     return math.ceil(shape.group / num_slices)
@@ -206,10 +205,8 @@ def programs_per_core(shape: CallShape, params: DecodeParams, device: GpuInfo) -
       >>> programs_per_core(shape, DecodeParams(64, num_warps=4, num_stages=3), GpuInfo("", 132))
       3
     """
-    scale_bytes = 8 if is_quantised(shape.pool_dtype) else 0
-    step_bytes = params.step_tokens * (
-        _token_lanes(shape) * jnp.dtype(shape.pool_dtype).itemsize + scale_bytes
-    )
+    row_bytes = _token_lanes(shape) * shape.kv.values.itemsize + 2 * shape.kv.scale_bytes
+    step_bytes = params.step_tokens * row_bytes
     # Shared memory contains the tiles of all stages except the current one, and 8 KB for the
     # communication between threads.
     shared_bytes = (params.num_stages - 1) * step_bytes + 8 * 1024
@@ -240,13 +237,13 @@ def _prefill_rule(shape: CallShape, device: GpuInfo, is_ragged: bool) -> Prefill
         return PrefillParams(query_rows, step_tokens=16, num_warps=8, num_stages=3)
     architecture = device.compute_capability[0]
     is_large = architecture in _LARGE_ARCHITECTURES
-    if is_large and _lanes(shape) <= 128 and not is_quantised(shape.pool_dtype):
+    if is_large and _lanes(shape) <= 128 and not shape.kv.has_scales:
         # Use steps of 128 tokens. At 128 lanes, a warp then executes 319 instructions per 64
         # tokens, compared with 410 for steps of 64 tokens (SASS for compute capability 9.0). The
         # kernel takes 254 registers per thread. Quantised pools are excluded, because their
         # conversion would spill registers.
         return PrefillParams(128, 128, num_warps=8, num_stages=2)
-    if not is_quantised(shape.pool_dtype):
+    if not shape.kv.has_scales:
         # With these sizes, code compiled for compute capability 8.0, 8.6, 8.9 and 12.0 fits in
         # shared memory and spills no registers. The code was not timed.
         if _lanes(shape) > 128 and _shared_kilobytes(device) <= 100:

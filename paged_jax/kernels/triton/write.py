@@ -56,8 +56,8 @@ from paged_jax.kernels.backend import (
     RopeWriteArgs,
     WriteArgs,
 )
+from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.kv_split import divide, remainder
-from paged_jax.kernels.pool_format import quantise_parts, query_dtype
 from paged_jax.kernels.triton import tiles
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 
@@ -187,7 +187,7 @@ def _store_rows(
     """
     part_dim, lanes = head_dim // len(parts), parts[0].shape[1]
     if scale_ref is not None:
-        parts, scale = quantise_parts(parts, pool_dtype)
+        parts, scale = KVDtype.of(pool_dtype).quantise_parts(parts)
         plgpu.store(scale_ref.at[row], scale, mask=is_kept)
         parts = [_as_pairs(part) for part in parts]
     for i, part in enumerate(parts):
@@ -249,7 +249,7 @@ def rope_write(
         grid=(num_heads * pl.cdiv(N, rows),),
         num_warps=_WRITE_WARPS,
         interpret=interpret,
-        out=jax.ShapeDtypeStruct((N * H, D), query_dtype(pools.k.dtype)),
+        out=jax.ShapeDtypeStruct((N * H, D), KVDtype.of(pools.dtype).query_dtype),
     )
     return q.reshape(N, H, D), jax.tree.map(_from_words, written, pools)
 

@@ -8,8 +8,8 @@ donated, XLA does such a scatter in place on CPUs, GPUs and TPUs. With `dynamic_
 for TPUs would copy the pool to another layout. The ops get whole pools and a layer index, because
 slicing out a layer would copy it.
 
-XLA's CPU backend cannot update arrays of bfloat16 or fp8 in place. `rows.set_rows` uses a C++
-kernel that can. On CPUs without this kernel, prefer pools of float32, float16 or int8.
+XLA's CPU backend cannot update arrays of bfloat16 or 8-bit floats in place. `rows.set_rows` uses a
+C++ kernel that can. On CPUs without this kernel, prefer pools of float32, float16 or integers.
 """
 
 import functools
@@ -31,9 +31,9 @@ from paged_jax.kernels.backend import (
     RopeWriteArgs,
     WriteArgs,
 )
+from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.norm_rope import rope_then_write
 from paged_jax.kernels.opaque_call import without_index_checks
-from paged_jax.kernels.pool_format import quantise
 from paged_jax.kernels.ragged_chunks import attend_in_parts
 from paged_jax.kernels.recurrent import advance_rows
 from paged_jax.kernels.rows import set_rows
@@ -52,7 +52,7 @@ def write(args: WriteArgs) -> Pools:
     index = _token_rows(pools.k.shape, blocks, offsets, layer, is_kept)
 
     def put(pool: jax.Array, new: jax.Array) -> jax.Array:
-        new = new.astype(pool.dtype).reshape(-1, new.shape[-1])
+        new = new.reshape(-1, new.shape[-1])
         new = jnp.pad(new, ((0, 0), (0, pool.shape[-1] - new.shape[-1])))
         return _set_pool_rows(pool, index, new)
 
@@ -66,9 +66,8 @@ def write(args: WriteArgs) -> Pools:
         return place.set(new, mode="drop", unique_indices=True)
 
     new: Any = k, v
-    if not pools.is_quantised:
-        return Pools(*jax.tree.map(put, pools[:2], new))
-    rounded = [(None, None) if x is None else quantise(x, pools.dtype) for x in new]
+    kv = KVDtype.of(pools.dtype)
+    rounded = [(None, None) if x is None else kv.quantise(x) for x in new]
     values, scales = zip(*rounded, strict=True)
     return Pools(*jax.tree.map(put, pools[:2], values), *jax.tree.map(put_scale, pools[2:], scales))
 

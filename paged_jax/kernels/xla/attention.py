@@ -25,6 +25,7 @@ import numpy as np
 from jax import lax
 
 from paged_jax.kernels.backend import AttentionArgs, Options, Pages, Pools, RaggedArgs
+from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.opaque_call import take_or_fill
 from paged_jax.kernels.ragged_chunks import Chunks
 from paged_jax.kernels.rows import take_rows
@@ -358,8 +359,8 @@ def _gather_blocks(
         return gathered.reshape(*rows.shape[:-1], -1, *pool.shape[4:])
 
     def take_scaled(pool: jax.Array, scale: jax.Array | None, size: int) -> jax.Array:
-        values = take(pool)[..., :size].astype(jnp.float32)
-        return values if scale is None else values * take(scale)[..., None]
+        values, scale = take(pool)[..., :size], None if scale is None else take(scale)
+        return KVDtype.of(pool.dtype).dequantise(values, scale)
 
     k = take_scaled(pools.k, pools.k_scale, sizes[0])
     return k, None if pools.v is None else take_scaled(pools.v, pools.v_scale, sizes[1])

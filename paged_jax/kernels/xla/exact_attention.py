@@ -21,6 +21,7 @@ from jax import lax
 
 from paged_jax.kernels.backend import AttentionArgs, Options, Pools
 from paged_jax.kernels.exact import add_halves, round_product, round_to
+from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.rows import take_rows
 from paged_jax.kernels.xla.attention import (
     LOWEST,
@@ -132,9 +133,9 @@ def _gather(
 
     def take(pool: jax.Array, scale: jax.Array | None, size: int) -> jax.Array:
         values = take_rows(pool.reshape(-1, pool.shape[-1]), rows)[..., :size]
-        if scale is not None:
-            return values.astype(jnp.float32) * take_rows(scale.reshape(-1), rows)[..., None]
-        return round_to(values, pool.dtype)
+        if scale is None:
+            return round_to(values, pool.dtype)
+        return KVDtype.of(pool.dtype).dequantise(values, take_rows(scale.reshape(-1), rows))
 
     k = take(pools.k, pools.k_scale, sizes[0])
     return k, k[..., : sizes[1]] if pools.v is None else take(pools.v, pools.v_scale, sizes[1])
