@@ -243,9 +243,10 @@ class BitsandbytesInt8Matrix(ModuleMatrix):
     def _dequantise(self, rows: slice) -> np.ndarray:
         # bitsandbytes multiplies by SCB, and then divides by 127. Multiplying by SCB / 127 instead
         # could change the last bit.
-        values = self._decode_finite(rows).values
-        scales = self.parts[".SCB"].read_raw((rows,))[:, None]
-        return values.astype(np.float32) * scales * np.float32(1 / 127)
+        weights = self._decode_finite(rows).values.astype(np.float32)
+        weights *= self.parts[".SCB"].read_raw((rows,))[:, None]
+        weights *= np.float32(1 / 127)
+        return weights
 
 
 class BitsandbytesCodec(Codec):

@@ -32,10 +32,11 @@ def integer_format(
 def values_of_words(words: np.ndarray, bits: int) -> np.ndarray:
     """Return the values in words ``[rows, n]`` as `StoredRows` holds them.
 
-    4-bit values stay two to a byte, and 8-bit values become signed.
+    4-bit values stay two to a byte, and 8-bit values become signed. To save memory, this overwrites
+    the words.
     """
     data = np.ascontiguousarray(words).view(np.uint8)
-    return data if bits == 4 else (data ^ 0x80).view(np.int8)
+    return data if bits == 4 else np.bitwise_xor(data, 0x80, out=data).view(np.int8)
 
 
 def read_zeros(part: StoredTensor, bits: int, rows: slice, num_rows: int, axis: int) -> np.ndarray:
