@@ -45,7 +45,7 @@ from .scheduler.outputs import PreemptionNote as PreemptionNote
 from .scheduler.outputs import RequestMetrics as RequestMetrics
 from .scheduler.outputs import RequestOutput as RequestOutput
 from .scheduler.outputs import Wait as Wait
-from .training import TokenScores as TokenScores
+from .token_scores import TokenScores as TokenScores
 from .training import log_probs as log_probs
 from .training import score_tokens as score_tokens
 

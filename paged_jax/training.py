@@ -5,8 +5,7 @@
 numerics, see `PagedModel.with_numerics`, both have the same bits, so the importance ratio of the
 first update is exactly 1.
 
-No array ``[B, T, V]`` exists, neither in the forward nor in the backward pass: logits are computed
-for a few tokens at a time, and again in the backward pass.
+No array ``[B, T, V]`` exists, neither in the forward nor in the backward pass, see `token_scores`.
 """
 
 import math
@@ -15,13 +14,11 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from paged_jax.arguments import ArgumentError, is_int, names_arguments
 from paged_jax.dims import bind
-from paged_jax.formatting import short_repr
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.step_arrays import check_token_ids
 from paged_jax.rollouts import (
@@ -31,30 +28,7 @@ from paged_jax.rollouts import (
     read_rows,
     repeat_prompts,
 )
-from paged_jax.sampling.sample import log_sum_exp
-
-# Number of tokens whose logits exist at the same time.
-_TOKENS_PER_CHUNK = 64
-
-
-@short_repr
-class TokenScores(NamedTuple):
-    """Scores of N generated tokens in each of B rows; 0 past the last token of a row.
-
-    All of them belong to the distribution of the model after the temperature, before filters such
-    as top_k.
-
-    Attributes:
-      logprobs: f32 [B, N], log-probabilities of the tokens.
-      entropy: f32 [B, N], entropy of the distribution from which each token is drawn, in nats.
-      top_ids: i32 [B, N, k], the k most probable tokens, the most probable first.
-      top_logprobs: f32 [B, N, k], log-probabilities of `top_ids`.
-    """
-
-    logprobs: jax.Array
-    entropy: jax.Array
-    top_ids: jax.Array
-    top_logprobs: jax.Array
+from paged_jax.token_scores import TokenScores, score_rows
 
 
 @names_arguments
@@ -231,7 +205,9 @@ def _score(model: PagedModel, batch: _ScoringBatch, num_top: int) -> TokenScores
     places = jnp.minimum(batch.num_tokens[:, None] - 1 + steps, x.shape[1] - 1)
     x = jnp.take_along_axis(x, places[..., None], axis=1)
     factors = jnp.broadcast_to(batch.temperature[:, None], (B, N))
-    scores = _score_rows(model, x.reshape(B * N, -1), batch.drawn.reshape(-1), factors, num_top)
+    scores = score_rows(
+        model, x.reshape(B * N, -1), batch.drawn.reshape(-1), factors.reshape(-1), num_top
+    )
     is_drawn = steps < batch.num_drawn[:, None]
 
     def masked(score: jax.Array) -> jax.Array:
@@ -240,39 +216,3 @@ def _score(model: PagedModel, batch: _ScoringBatch, num_top: int) -> TokenScores
         return jnp.where(mask, score, jnp.zeros_like(score))
 
     return TokenScores(*map(masked, scores))
-
-
-def _score_rows(
-    model: PagedModel, x: jax.Array, targets: jax.Array, temperature: jax.Array, num_top: int
-) -> TokenScores:
-    """Score the target i32 [R] of each row of hidden states [R, E], some rows at a time."""
-    backend = model.resolve_backend(None)
-    R = x.shape[0]
-    size = min(R, _TOKENS_PER_CHUNK)
-
-    @jax.checkpoint
-    def score(rows: tuple[jax.Array, jax.Array, jax.Array]) -> TokenScores:
-        x, targets, factors = rows
-        logits = model.logits(x) * factors[:, None]
-        denominators = log_sum_exp(logits, backend=backend)
-        chosen = jnp.take_along_axis(logits, targets[:, None], axis=1)
-        all_log_probs = logits - denominators
-        weights = jnp.exp(all_log_probs)
-        terms = jnp.where(weights > 0, weights * all_log_probs, 0)
-        top, ids = lax.top_k(logits, num_top) if num_top else (logits[:, :0], None)
-        return TokenScores(
-            (chosen - denominators)[:, 0],
-            -jnp.sum(terms, axis=1),
-            jnp.zeros(top.shape, jnp.int32) if ids is None else ids,
-            top - denominators,
-        )
-
-    def chunks(array: jax.Array) -> jax.Array:
-        array = jnp.pad(array, ((0, -R % size), *[(0, 0)] * (array.ndim - 1)))
-        return array.reshape(-1, size, *array.shape[1:])
-
-    # Chunks are padded with zeros, and a temperature must not be zero.
-    factors = chunks(1 / temperature.reshape(-1))
-    arrays = chunks(x), chunks(targets.astype(jnp.int32)), factors
-    found = cast(TokenScores, lax.map(score, arrays))
-    return TokenScores(*(lax.collapse(array, 0, 2)[:R] for array in found))

@@ -40,6 +40,7 @@ __all__ = [
     "copies_weights",
     "grouped_linear",
     "linear",
+    "linear_gradients",
     "load_kernels_soon",
     "reads_interleaved_rows",
     "reads_stacked_weights",
@@ -108,6 +109,25 @@ def linear(x: jax.Array, w: jax.Array | Matrix, *, backend: str | None = None) -
     if w.scales is None:
         return default(x, w)
     return run_kernel("quantised_linear", (x, w), backend, default)
+
+
+def linear_gradients(
+    x: jax.Array, w: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the gradients of `linear` in float32, for callers that sum them over parts of `x`.
+
+    JAX returns the gradient of a bfloat16 weight in bfloat16, so a sum over parts of `x` would be
+    rounded for each part.
+
+    Args:
+      x: floating point ``[R, in]``.
+      w: float32, bfloat16 or float16 ``[out, in]``.
+      cotangent: float32 ``[R, out]``, the gradient with respect to the result.
+
+    Returns:
+      The gradients with respect to `x` and `w`, float32 ``[R, in]`` and ``[out, in]``.
+    """
+    return general_backend().linear_gradients(x, w, cotangent)
 
 
 def sum_rows(x: jax.Array, *, rows_per_token: int = 1, backend: str | None = None) -> jax.Array:

@@ -27,7 +27,7 @@ from paged_jax.models.layer_attention import Attend, Carry
 from paged_jax.models.matrices import Sharding, get_matrix, look_up, look_up_differentiably
 from paged_jax.models.matrix_formats import MatrixFormats, float_type
 from paged_jax.models.matrix_modules import add_matrix, random_matrix, separate_matrices
-from paged_jax.models.paged_model import PagedModel
+from paged_jax.models.paged_model import OutputHead, PagedModel
 from paged_jax.models.parts.streams import merge_streams, split_streams
 from paged_jax.models.rope import all_rotations
 from paged_jax.models.step_arrays import as_token_ids
@@ -303,17 +303,18 @@ class Decoder(PagedModel):
     def logits(self, x: jax.Array, backend: str | None = None) -> jax.Array:
         """Return the logits for rows of hidden states, see `PagedModel.logits`."""
         backend = self.resolve_backend(backend)
-        head = self._table("embed_tokens" if self.config.tie_word_embeddings else "lm_head")
-        normed = self.config.norm.apply("norm", x, self._vector, backend)
-        logits = linear(normed, head, backend=backend)
+        head = self.output_head(x, backend)
+        logits = linear(head.x, head.weight, backend=backend)
         if self.shard is not None:
             logits = self.shard.gather_logits(logits)
-        if self.config.logit_scale != 1:
-            logits = rounded(logits * self.config.logit_scale, backend)
-        cap = self.config.final_logit_softcapping
-        if cap is None:
-            return logits
-        return rounded(cap * jnp.tanh(rounded(logits / cap, backend)), backend)
+        return head.finish(logits)
+
+    def output_head(self, x: jax.Array, backend: str | None = None) -> OutputHead:
+        """Return the steps of `logits`, see `PagedModel.output_head`."""
+        backend = self.resolve_backend(backend)
+        table = self._table("embed_tokens" if self.config.tie_word_embeddings else "lm_head")
+        normed = self.config.norm.apply("norm", x, self._vector, backend)
+        return OutputHead(normed, table, functools.partial(_finish_logits, self.config, backend))
 
     @property
     def float_dtype(self) -> np.dtype:
@@ -441,6 +442,16 @@ class Decoder(PagedModel):
         # layers are not stacked.
         bits = jax.tree.map(byte_as_bits, stacked)
         return lax.scan(body, (x, carry), (bits, indices))[0]
+
+
+def _finish_logits(config: ModelConfig, backend: str | None, logits: jax.Array) -> jax.Array:
+    """Scale the results of the output matmul, and apply the soft cap."""
+    if config.logit_scale != 1:
+        logits = rounded(logits * config.logit_scale, backend)
+    cap = config.final_logit_softcapping
+    if cap is None:
+        return logits
+    return rounded(cap * jnp.tanh(rounded(logits / cap, backend)), backend)
 
 
 Llama = Decoder

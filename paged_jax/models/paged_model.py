@@ -14,7 +14,8 @@ A subclass defines the computation of its layers, and calls a given function for
 handle blocks or lengths. `Decoder` is one such model, `examples/other_models.py` shows another one.
 """
 
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from paged_jax.cache.sequence_blocks import max_blocks_in_slot, num_blocks_neede
 from paged_jax.kernels import padded_head_dim
 from paged_jax.kernels.dispatch import exact_backend, exact_variants, is_exact
 from paged_jax.kernels.rows import default_kv_dtype
-from paged_jax.kernels.weight_formats import WeightFormat
+from paged_jax.kernels.weight_formats import Weight, WeightFormat
 from paged_jax.models.batch_places import (
     BatchPlaces,
     GroupPools,
@@ -44,6 +45,21 @@ from paged_jax.models.matrix_formats import MatrixFormats
 from paged_jax.models.sequence_attention import sequence_attention
 from paged_jax.models.state_places import StatePlaces, create_states
 from paged_jax.models.step_arrays import StepArrays, as_step_arrays
+
+
+class OutputHead(NamedTuple):
+    """The steps of `PagedModel.logits`: a matmul, and an elementwise function of its result.
+
+    Attributes:
+      x: input of the matmul, float32 ``[..., E]``.
+      weight: weight of the matmul, ``[V, E]``.
+      finish: function of the result of the matmul, float32, which computes the logits. It uses no
+        arrays.
+    """
+
+    x: jax.Array
+    weight: Weight
+    finish: Callable[[jax.Array], jax.Array]
 
 
 class PagedModel(nnx.Module):
@@ -233,6 +249,14 @@ class PagedModel(nnx.Module):
     def logits(self, x: jax.Array, backend: str | None = None) -> jax.Array:
         """Compute the logits float32 ``[..., V]`` of hidden states ``[..., E]``."""
         raise NotImplementedError
+
+    def output_head(self, x: jax.Array, backend: str | None = None) -> OutputHead | None:
+        """Return the steps of `logits`, or None if it has others.
+
+        With them, the gradient of `log_probs` can use a part of the vocabulary at a time.
+        """
+        del x, backend
+        return None
 
     @property
     def float_dtype(self) -> np.dtype:

@@ -261,6 +261,14 @@ EXACT = (
         _STEPS,
     ),
     mutant(
+        "the length of the parts of a prompt depends on the batch",
+        "kernels",
+        "paged_jax.kernels.cpu:_attend",
+        'is_exact and args.op == "prefill"',
+        'is_exact and args.op == "prefill" and args.q.shape[0] == 1',
+        f"{_ENGINE}[dense-bfloat16]",
+    ),
+    mutant(
         "keys of whole sequences are not rounded to the dtype of the cache",
         "models",
         "paged_jax.models.sequence_attention:_attend_to",

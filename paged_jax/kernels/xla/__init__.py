@@ -38,7 +38,12 @@ from paged_jax.kernels.ragged_chunks import attend_in_parts
 from paged_jax.kernels.recurrent import advance_rows
 from paged_jax.kernels.rows import set_rows
 from paged_jax.kernels.xla.attention import attend_to_chunks, decode, prefill
-from paged_jax.kernels.xla.linear import grouped_gradients, grouped_linear, linear
+from paged_jax.kernels.xla.linear import (
+    grouped_gradients,
+    grouped_linear,
+    linear,
+    linear_gradients,
+)
 
 
 @jax.jit
@@ -158,6 +163,7 @@ class Xla:
     linear = staticmethod(linear)
     grouped_linear = staticmethod(grouped_linear)
     grouped_gradients = staticmethod(grouped_gradients)
+    linear_gradients = staticmethod(linear_gradients)
     advance_rows = staticmethod(advance_rows)
 
     def refusal(self, problem: Problem) -> str | None:

@@ -68,6 +68,14 @@ def linear(x: jax.Array, w: Weight) -> jax.Array:
     return y.reshape(*x.shape[:-1], *w.values.shape[:-1])
 
 
+def linear_gradients(
+    x: jax.Array, w: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the gradients of `linear`; see `paged_jax.kernels.linear.linear_gradients`."""
+    x_bar = _contract(cotangent, w, (1, 0))
+    return x_bar, _contract(cotangent, x.astype(w.dtype), (0, 0))
+
+
 def _multiply_floats(x: jax.Array, w: jax.Array) -> jax.Array:
     rows = math.prod(x.shape[:-1])
     if rows == 1 and w.dtype != jnp.float32:
