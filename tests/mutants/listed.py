@@ -272,7 +272,7 @@ EXACT = (
         "keys of whole sequences are not rounded to the dtype of the cache",
         "models",
         "paged_jax.models.sequence_attention:_attend_to",
-        "x.astype(dtype)",
+        "x.astype(kv_dtype.values)",
         "x",
         f"{_ENGINE}[dense-bfloat16]",
     ),
