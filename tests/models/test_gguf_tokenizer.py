@@ -85,6 +85,32 @@ def sentencepiece(**changes):
     )
 
 
+def gemma4(**changes):
+    """Return the metadata of a tokenizer that merges characters, in the order of its merges."""
+    pairs = "a n,▁ an,▁an d,▁ ▁,▁▁ ▁▁,\n \n,t h,▁ th,▁th e,n d,a a,aa a"
+    merges = [tuple(pair.split(" ")) for pair in pairs.split(",")]
+    entries = sentencepiece()
+    num_bytes = entries["tokenizer.ggml.tokens"].index("<0xFF>") + 1
+    tokens = entries["tokenizer.ggml.tokens"][:num_bytes]
+    tokens += [*"▁andthe.,é\n", *(left + right for left, right in merges)]
+    types = entries["tokenizer.ggml.token_type"][:num_bytes]
+    return _metadata(
+        {
+            "model": "gemma4",
+            "tokens": tokens,
+            "token_type": types + [NORMAL] * (len(tokens) - num_bytes),
+            "scores": [0.0] * len(tokens),
+            "merges": [f"{left} {right}" for left, right in merges],
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "unknown_token_id": 0,
+            "add_bos_token": True,
+            "add_space_prefix": False,
+            **changes,
+        }
+    )
+
+
 def _metadata(entries):
     known = {f"tokenizer.ggml.{k}": v for k, v in entries.items() if v is not None and "." not in k}
     others = {key: value for key, value in entries.items() if "." in key}
@@ -158,6 +184,23 @@ def test_sentencepiece_tokens_are_those_of_llama_cpp(tmp_path):
     assert without.decode(tokens) == " and é中"
     tokens = with_space.encode("and é中", add_special_tokens=False)
     assert with_space.decode(tokens) == "and é中"
+
+
+GEMMA4_RECORDED = {
+    "and the an": "an d ▁the ▁an",
+    " and  the": "▁and ▁▁ th e",
+    "an and</s> and": "an ▁and </s> ▁and",
+    "   and<tool> and é中": "▁▁ ▁and <tool> ▁and ▁ é <0xE4> <0xB8> <0xAD>",
+    "a\n\n\nthe  and\n": "a \n\n \n th e ▁ ▁and \n",
+}
+
+
+def test_gemma4_tokens_are_those_of_llama_cpp(tmp_path):
+    tokenizer = load(tmp_path, gemma4())
+    for text, recorded in GEMMA4_RECORDED.items():
+        tokens = tokenizer.encode(text)
+        assert " ".join(tokenizer.spell(tokens)) == f"<s> {recorded}"
+        assert tokenizer.decode(tokens[1:], skip_special_tokens=False) == text
 
 
 def test_names_share_rules(tmp_path):
@@ -316,8 +359,8 @@ def test_huggingface_json_comes_first(tmp_path):
     ("metadata", "message"),
     [
         (byte_level(pre="my-bpe"), "tokenizer.ggml.pre must be one of default, .*, got 'my-bpe'"),
-        (byte_level(model="bert"), "ggml.model must be 'gpt2' or 'llama', got 'bert'"),
-        (byte_level(model=None), "model must be 'gpt2' or 'llama', got None"),
+        (byte_level(model="bert"), "ggml.model must be 'gpt2', 'llama' or 'gemma4', got 'bert'"),
+        (byte_level(model=None), "model must be 'gpt2', 'llama' or 'gemma4', got None"),
         (byte_level(tokens=None), "tokenizer.ggml.tokens must be a list of strings"),
         (byte_level(tokens=["a", "a"]), "tokens must be distinct, got 'a' more than once"),
         (byte_level(merges=None), "tokenizer.ggml.merges must be a list of strings"),
@@ -375,18 +418,18 @@ _PARTS = [
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize("metadata", [byte_level, sentencepiece])
+@pytest.mark.parametrize("metadata", [byte_level, sentencepiece, gemma4])
 def test_random_texts_agree_with_llama_cpp(tmp_path, metadata):
     llama_cpp = pytest.importorskip("llama_cpp", reason="no llama-cpp-python")
     rng = random.Random(0)
     texts = ["".join(rng.choices(_PARTS, k=rng.randint(1, 12))) for _ in range(300)]
-    names = RECORDED if metadata is byte_level else ("", "no-prefix")
+    names = {byte_level: RECORDED, sentencepiece: ("", "no-prefix"), gemma4: ("",)}[metadata]
     for name in names:
-        entries = byte_level(name) if metadata is byte_level else sentencepiece()
+        entries = byte_level(name) if metadata is byte_level else metadata()
         if name == "no-prefix":
             entries |= {"tokenizer.ggml.add_space_prefix": False}
         ours = load(tmp_path, entries, name or "spm")
-        peer = llama_cpp.Decoder(
+        peer = llama_cpp.Llama(
             str(tmp_path / f"{name or 'spm'}.gguf"), vocab_only=True, verbose=False
         )
         for text in (TEXT, *texts):

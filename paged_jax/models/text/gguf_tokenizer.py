@@ -42,7 +42,8 @@ _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_TOKENS = frozenset(
     (
         "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>",
-        "<|return|>", "<|call|>", "<end_of_turn>", "<EOT>", "<｜end▁of▁sentence｜>",
+        "<|return|>", "<|call|>", "<end_of_turn>", "<EOT>", "<｜end▁of▁sentence｜>", "<turn|>",
+        "<|tool_response>",
     )
 )  # fmt: skip
 # In these models, spaces after special tokens are dropped, except after the tokens in
@@ -125,8 +126,10 @@ class _TokenizerReader:
             backend, adds_bos = self._byte_level()
         elif kind == "llama":
             backend, adds_bos = self._sentencepiece(), True
+        elif kind == "gemma4":
+            backend, adds_bos = self._character_level(), True
         else:
-            raise self._error(f"model must be 'gpt2' or 'llama', got {kind!r}")
+            raise self._error(f"model must be 'gpt2', 'llama' or 'gemma4', got {kind!r}")
         end_ids = self._end_ids()
         self._add_special_tokens(backend, end_ids)
         special = {name: self._token(key) for name, key in _NAMED.items()}
@@ -155,6 +158,13 @@ class _TokenizerReader:
         if pre is None:
             known = ", ".join(PRE_TOKENIZERS)
             raise self._error(f"pre must be one of {known}, got {name!r}")
+        backend = self._merging(ignore_merges=pre.ignores_merges)
+        backend.pre_tokenizer = pre.build()
+        backend.decoder = decoders.ByteLevel()
+        return backend, pre.adds_bos
+
+    def _merging(self, **options: Any) -> tokenizers.Tokenizer:
+        """Return a tokenizer with the merges of the file. `options` are those of `models.BPE`."""
         merges = self._get("merges")
         if not isinstance(merges, Texts):
             raise self._error("merges must be a list of strings")
@@ -163,13 +173,21 @@ class _TokenizerReader:
         parts = map(str.partition, merges, itertools.repeat(" "))
         pairs = [(left, right) for left, _, right in parts]
         try:
-            bpe = models.BPE(self._ids, pairs, ignore_merges=pre.ignores_merges)
+            return tokenizers.Tokenizer(models.BPE(self._ids, pairs, **options))
         except Exception:  # the library raises plain exceptions for tokens outside the vocabulary
-            bpe = models.BPE(self._ids, self._known(pairs), ignore_merges=pre.ignores_merges)
-        backend = tokenizers.Tokenizer(bpe)
-        backend.pre_tokenizer = pre.build()
-        backend.decoder = decoders.ByteLevel()
-        return backend, pre.adds_bos
+            return tokenizers.Tokenizer(models.BPE(self._ids, self._known(pairs), **options))
+
+    def _character_level(self) -> tokenizers.Tokenizer:
+        """Return the tokenizer of Gemma 4: merges of characters, over words and spaces."""
+        self._check_bytes()
+        backend = self._merging(
+            unk_token=self._token("unknown_token_id"), fuse_unk=True, byte_fallback=True
+        )
+        backend.normalizer = normalizers.Replace(" ", _SPACE)
+        # No token has both a newline and another character.
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+        backend.decoder = self._decoder()
+        return backend
 
     def _known(self, pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
         """Drop merges of tokens outside the vocabulary, as llama.cpp does."""
@@ -181,8 +199,7 @@ class _TokenizerReader:
         if not np.isfinite(scores).all():
             raise self._error("scores must be finite")
         unknown = self._token("unknown_token_id", 0)
-        if not {f"<0x{byte:02X}>" for byte in range(256)} <= self._ids.keys():
-            raise self._error("tokens must include a token for each byte, <0x00> to <0xFF>")
+        self._check_bytes()
         backend = tokenizers.Tokenizer(
             models.BPE(
                 self._ids, self._merges(scores), unk_token=unknown, fuse_unk=True,
@@ -192,11 +209,17 @@ class _TokenizerReader:
         has_prefix = self._get("add_space_prefix") is not False
         steps: list[Any] = [normalizers.Prepend(_SPACE)] if has_prefix else []
         backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
-        steps = [decoders.Strip(" ", 1, 0)] if has_prefix else []
-        backend.decoder = decoders.Sequence(
-            [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *steps]
-        )
+        backend.decoder = self._decoder(*[decoders.Strip(" ", 1, 0)] * has_prefix)
         return backend
+
+    def _check_bytes(self) -> None:
+        if not {f"<0x{byte:02X}>" for byte in range(256)} <= self._ids.keys():
+            raise self._error("tokens must include a token for each byte, <0x00> to <0xFF>")
+
+    def _decoder(self, *steps: Any) -> Any:
+        """Return the decoder of tokens with `_SPACE` and of bytes, followed by `steps`."""
+        first = decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()
+        return decoders.Sequence([*first, *steps])
 
     def _merges(self, scores: np.ndarray) -> list[tuple[str, str]]:
         """Return all pairs of tokens that form a token, by descending score of that token."""
