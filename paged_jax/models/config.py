@@ -14,6 +14,8 @@ import jax
 from paged_jax.arguments import check_positive, names_arguments
 from paged_jax.formatting import cut, shortened
 from paged_jax.models.errors import UnsupportedConfigError
+from paged_jax.models.gguf_layout import GgufLayout
+from paged_jax.models.gguf_metadata import GgufMetadata
 from paged_jax.models.layer_attention import Reach
 from paged_jax.models.layer_groups import (
     KVShape,
@@ -59,9 +61,10 @@ def _stored_defaults() -> Mapping[str, Mapping[str, Any]]:
 
 
 class Family:
-    """A model family: its ``config.json``, and the names of its tensors in files.
+    """A model family: its ``config.json``, its GGUF files, and the names of its tensors.
 
-    Subclasses read and write the file. `families.registry.FAMILIES` has an instance of each.
+    Subclasses read and write the ``config.json``. `families.registry.FAMILIES` has an instance of
+    each.
 
     Attributes:
       model_type: entry ``model_type`` of the file.
@@ -89,6 +92,7 @@ class Family:
         These layers are not read.
       is_mxfp4: whether checkpoints may store experts in MXFP4, see `Mxfp4Experts`.
       ignored: keys of the file that do not change the computation of this family.
+      gguf: how GGUF files store the family's models; None if they are not supported.
     """
 
     model_type: str
@@ -102,6 +106,7 @@ class Family:
     has_draft_layers: bool = False
     is_mxfp4: bool = False
     ignored: tuple[str, ...] = ()
+    gguf: GgufLayout | None = None
 
     def __init_subclass__(cls) -> None:
         """Take the stored defaults of the family, unless the class has its own."""
@@ -127,6 +132,21 @@ class Family:
         The caller checks that `read` returns the same config.
         """
         raise NotImplementedError
+
+    def read_gguf(self, metadata: GgufMetadata, entries: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the entries of a ``config.json`` that the metadata of a GGUF file describes.
+
+        Args:
+          metadata: the metadata.
+          entries: entries that all architectures share, see `gguf_config`. The result replaces and
+            completes them.
+
+        Raises:
+          UnsupportedConfigError: an entry is not supported. The message names it.
+          ValueError: an entry is missing, or has the wrong type or range.
+        """
+        del metadata, entries
+        return {}
 
 
 @names_arguments

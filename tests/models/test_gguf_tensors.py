@@ -73,22 +73,38 @@ def test_part_is_the_matrix_of_an_expert(file, expected):
         np.testing.assert_array_equal(found, expected["experts"][index, 1:6])
 
 
-def test_rows_of_rotated_heads_are_put_in_order(file, expected):
-    """Two heads of 3 rows are not possible, so the matrix has one head of 6 rows."""
-    tensor = GgufTensor.of(file.tensors["Q4_K"], num_rotated_heads=1)
-    ordered = expected["Q4_K"].reshape(1, 3, 2, -1).swapaxes(1, 2).reshape(6, -1)
+def test_rows_and_inputs_are_put_in_order(file, expected):
+    order, inputs = np.array([0, 2, 4, 1, 3, 5]), np.roll(np.arange(768, dtype=np.int32), 32)
+    tensor = GgufTensor.of(file.tensors["Q4_K"], row_order=order, input_order=inputs)
+    ordered = np.empty_like(expected["Q4_K"])
+    ordered[:, inputs] = expected["Q4_K"][order]  # column j of the file belongs to input inputs[j]
     np.testing.assert_array_equal(tensor.read((slice(None),), _F32), ordered)
     np.testing.assert_array_equal(tensor.read((slice(1, 5),), _F32), ordered[1:5])
-    with pytest.raises(WeightsError, match="an even number of rows for each of its 2 heads"):
-        GgufTensor.of(file.tensors["Q4_K"], num_rotated_heads=2)
+    np.testing.assert_array_equal(
+        tensor.read((slice(1, 5), slice(9, 70)), _F32), ordered[1:5, 9:70]
+    )
+    np.testing.assert_array_equal(tensor.read_arrays(slice(1, 3)).order, inputs)
+    assert tensor.format.has_order
+    with pytest.raises(WeightsError, match=r"must have 5 rows or inputs, which .* \[6, 768\]"):
+        GgufTensor.of(file.tensors["Q4_K"], row_order=order[:5])
 
 
 def test_one_dimension(file, expected):
-    tensor = GgufTensor.of(file.tensors["norm"], is_one_added=True)
+    tensor = GgufTensor.of(file.tensors["norm"], undo=lambda weights: weights - 1)
     np.testing.assert_array_equal(tensor.read((slice(2, 7),), _F32), (expected["norm"] - 1)[2:7])
-    tensor = GgufTensor.of(file.tensors["norm"], num_rotated_heads=2)
+    order = np.array([0, 2, 1, 3, 4, 6, 5, 7])
+    tensor = GgufTensor.of(file.tensors["norm"], row_order=order)
     found = tensor.read((slice(None),), _F32)
-    np.testing.assert_array_equal(found, expected["norm"][[0, 2, 1, 3, 4, 6, 5, 7]])
+    np.testing.assert_array_equal(found, expected["norm"][order])
+
+
+@pytest.mark.parametrize(("shape", "is_used"), [((4, 1, 2), False), ((1, 8), True), ((8, 1), True)])
+def test_dimensions_of_size_one_are_added(file, expected, shape, is_used):
+    """llama.cpp stores filters [rows, 1, width] without the middle dimension, for example."""
+    tensor = GgufTensor.of(file.tensors["norm"], shape=shape)
+    assert tensor.shape == (shape if is_used else (8,))
+    found = tensor.read((slice(None),), _F32)
+    np.testing.assert_array_equal(found, expected["norm"].reshape(tensor.shape))
 
 
 def test_unsupported_types_are_named(file):

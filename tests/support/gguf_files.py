@@ -11,7 +11,10 @@ from safetensors.numpy import load_file
 
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.decoder import Decoder
+from paged_jax.models.parts.delta_net import GatedDeltaNet
 from paged_jax.models.parts.mlp import Dense
+from paged_jax.models.parts.state_space import Mamba2
+from paged_jax.models.rope import Rope
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -36,7 +39,7 @@ def add_metadata(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> None:
     """Add entries to a file. Lists and arrays become arrays."""
     for key, value in metadata.items():
         if isinstance(value, list | np.ndarray):
-            writer.add_array(key, list(value))
+            writer.add_array(key, np.asarray(value).tolist())
         else:
             getattr(writer, _ADDERS[type(value)])(key, value)
 
@@ -84,10 +87,12 @@ def random_rows(kind: str, num_rows: int, num_blocks: int = 3) -> np.ndarray:
 
 def metadata_of(config: ModelConfig, architecture: str, **others: Any) -> dict[str, Any]:
     """Return the entries of a model, without those that `others` maps to None."""
-    experts = config.layers[0].experts
-    mlp = experts or config.layers[0].get(Dense)
+    experts = next((spec.experts for spec in config.layers if spec.experts), None)
+    denses = (spec.find(Dense) for spec in config.layers)
+    mlp = next(filter(None, denses), None) or experts
     # In layers with a window, the base of the rotary frequencies may be smaller.
-    rope = max(filter(None, config.ropes), key=lambda rope: rope.theta)
+    ropes = [*filter(None, config.ropes)] or [Rope(config.head_dim, config.head_dim, 1e4)]
+    rope = max(ropes, key=lambda rope: rope.theta)
     entries = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
@@ -126,20 +131,80 @@ def tensors_of(model: Decoder, architecture: str, folder: Path) -> dict[str, np.
     tensors: dict[str, np.ndarray] = {}
     experts: dict[str, list[np.ndarray]] = {}
     for name, tensor in sorted(load_file(folder / "model.safetensors").items(), key=_by_expert):
-        if architecture == "llama":
+        if architecture in ("llama", "granitehybrid"):
             tensor = _rotate_in_pairs(config, name, tensor)
-        if config.norm.offset and name.endswith("norm.weight"):
+        is_norm = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+        if config.norm.offset and is_norm:
             tensor = tensor + np.float32(config.norm.offset)
+        if ".linear_attn." in name:
+            tensor = _tile_value_heads(config, name, tensor)
+        if ".mamba." in name:
+            tensor = _shape_mamba(config, name, tensor)
+        if "conv" in name and tensor.ndim == 3:
+            tensor = tensor[:, 0]
+        if name.endswith(".A_log"):
+            tensor = -np.exp(tensor)
         if architecture == "gpt-oss" and ".mlp.experts." in name:
             tensors |= _separate(name, tensor)
+            continue
+        if name.endswith("input_linear.weight"):
+            tensors |= _split_gate_up(config, name, tensor)
             continue
         parts = name.split(".")
         if "experts" in parts and parts[parts.index("experts") + 1].isdigit():
             del parts[parts.index("experts") + 1]
             experts.setdefault(".".join(parts), []).append(tensor)
             continue
-        tensors[_gguf_name(names, name)] = tensor
-    return tensors | {_gguf_name(names, name): np.stack(all_) for name, all_ in experts.items()}
+        # The converter drops dimensions of size 1, except those that it adds for Mamba-2.
+        squeezed = tensor if ".mamba." in name or tensor.ndim == 1 else tensor.squeeze()
+        tensors[_gguf_name(names, name, config)] = squeezed
+    if architecture == "gemma4":
+        tensors["rope_freqs.weight"] = _divisors_of_gemma4(config)
+    return tensors | {
+        _gguf_name(names, name, config): np.stack(all_) for name, all_ in experts.items()
+    }
+
+
+def _tile_value_heads(config: ModelConfig, name: str, tensor: np.ndarray) -> np.ndarray:
+    """Bring value heads of a delta net into the order of llama.cpp: "tiled", not "grouped"."""
+    net = next(filter(None, (spec.find(GatedDeltaNet) for spec in config.layers)))
+    keys, groups = net.num_key_heads, net.num_value_heads // net.num_key_heads
+    num_others = 2 * keys * net.key_dim  # rows of queries and keys
+
+    def tile(rows: np.ndarray) -> np.ndarray:
+        return rows.reshape(keys, groups, -1, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
+
+    if "in_proj_qkv." in name or "conv1d" in name:
+        return np.concatenate([tensor[:num_others], tile(tensor[num_others:])])
+    if "out_proj" in name:
+        return tile(tensor.T).T
+    return tensor if name.endswith("norm.weight") else tile(tensor)
+
+
+def _shape_mamba(config: ModelConfig, name: str, tensor: np.ndarray) -> np.ndarray:
+    if name.endswith((".A_log", ".D")):
+        return tensor[:, None]
+    if name.endswith("norm.weight"):
+        mamba = next(filter(None, (spec.find(Mamba2) for spec in config.layers)))
+        return tensor.reshape(mamba.num_groups, -1)
+    return tensor
+
+
+def _split_gate_up(config: ModelConfig, name: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
+    """Return gate and up of Granite's experts, or of the MLP beside them."""
+    layer = name.split(".")[2]
+    suffix = "_exps" if "block_sparse_moe" in name else "_shexp" if config.num_experts else ""
+    halves = np.split(tensor, 2, axis=-2)
+    pairs = zip(("gate", "up"), halves, strict=True)
+    return {f"blk.{layer}.ffn_{kind}{suffix}.weight": half for kind, half in pairs}
+
+
+def _divisors_of_gemma4(config: ModelConfig) -> np.ndarray:
+    """Return 1 for pairs that rotate in layers without a window, and 1e30 for other pairs."""
+    rope = config.ropes[-1]
+    divisors = np.full(rope.head_dim // 2, 1e30, np.float32)
+    divisors[: rope.rotary_dim // 2] = 1
+    return divisors
 
 
 def _separate(name: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
@@ -158,10 +223,30 @@ def _by_expert(item: tuple[str, np.ndarray]) -> tuple[int, str]:
     return (numbers[1] if len(numbers) > 1 else -1), item[0]
 
 
-def _gguf_name(names: gguf.TensorNameMap, name: str) -> str:
+# Names of tensors, or parts of names, that the converter changes before it looks them up.
+_RENAMED = {
+    ".dt_bias": ".dt_proj.bias",
+    ".e_score_correction_bias": ".e_score_correction.bias",
+    ".expert_bias": ".expert_bias.bias",
+    "model.layers.": "layers.",
+}
+
+
+def _gguf_name(names: gguf.TensorNameMap, name: str, config: ModelConfig) -> str:
+    layer = name.split(".")[2] if ".layers." in name else ""
+    if name.endswith("router.scale"):
+        return f"blk.{layer}.ffn_gate_inp.scale"
+    if name.endswith("per_expert_scale"):
+        return f"blk.{layer}.ffn_down_exps.scale"
+    if name.endswith("shared_mlp.output_linear.weight") and not config.num_experts:
+        return f"blk.{layer}.ffn_down.weight"
+    for old, new in _RENAMED.items():
+        name = name.replace(old, new)
     found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    found = found or names.get_name(f"model.{name}", try_suffixes=(".weight", ".bias"))
     assert found is not None, name
-    return found if name.endswith((".weight", ".bias")) else found + ".weight"  # attn_sinks
+    has_suffix = name.endswith((".weight", ".bias", ".A_log", ".D"))
+    return found if has_suffix else found + ".weight"  # attn_sinks
 
 
 def _rotate_in_pairs(config: ModelConfig, name: str, tensor: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ The norms multiply by 1 + weight. Gemma 3n and Gemma 4 have files of their own, 
 functions of this file.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
@@ -29,6 +30,8 @@ from paged_jax.models.families.common import (
     write_ropes,
     write_windows,
 )
+from paged_jax.models.gguf_layout import GgufLayout
+from paged_jax.models.gguf_metadata import GgufMetadata
 from paged_jax.models.layer_groups import FULL, SLIDING
 from paged_jax.models.layer_spec import LayerSpec
 from paged_jax.models.model_folder import (
@@ -92,6 +95,7 @@ class Gemma2(Family):
     model_type = "gemma2"
     architecture = "Gemma2ForCausalLM"
     tensor_names = SANDWICH_TENSORS
+    gguf = GgufLayout("gemma2")
 
     def read(self, entries: ConfigEntries) -> ModelConfig:
         """Read a ``config.json``. Layers without a window are the odd ones by default."""
@@ -143,6 +147,17 @@ class Gemma2(Family):
             "final_logit_softcapping": config.final_logit_softcapping,
         }
 
+    def read_gguf(self, metadata: GgufMetadata, entries: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Read the metadata of a GGUF file, see `Family.read_gguf`."""
+        if metadata.number("rope.freq_base_swa", entries["rope_theta"]) != entries["rope_theta"]:
+            raise metadata.unsupported("rope.freq_base_swa")
+        return {
+            "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0),
+            "query_pre_attn_scalar": _guess_query_scalar(entries, num_layers_of_27b=46),
+            **metadata.windows(metadata.integer("attention.sliding_window", 4096), 2),
+        }
+
 
 class Gemma3(Family):
     """Gemma 3: as Gemma 2, with norms of queries and keys, and two rotary bases."""
@@ -151,6 +166,7 @@ class Gemma3(Family):
     architecture = "Gemma3ForCausalLM"
     tensor_names = SANDWICH_TENSORS
     prefixes = IMAGE_PREFIXES
+    gguf = GgufLayout("gemma3")
 
     def read(self, entries: ConfigEntries) -> ModelConfig:
         """Read a ``config.json``. By default, every sixth layer has no window."""
@@ -200,6 +216,23 @@ class Gemma3(Family):
             "query_pre_attn_scalar": write_query_scalar(attention),
             "final_logit_softcapping": config.final_logit_softcapping,
         }
+
+    def read_gguf(self, metadata: GgufMetadata, entries: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Read the metadata of a GGUF file, see `Family.read_gguf`."""
+        return {
+            "final_logit_softcapping": metadata.number("final_logit_softcapping", 0.0) or None,
+            "query_pre_attn_scalar": _guess_query_scalar(entries, num_layers_of_27b=62),
+            "rope_local_base_freq": metadata.number("rope.freq_base_swa", 10000.0),
+            **metadata.windows(metadata.integer("attention.sliding_window", 0), 6),
+        }
+
+
+def _guess_query_scalar(entries: Mapping[str, Any], num_layers_of_27b: int) -> int:
+    # GGUF files do not contain the factor of attention scores, which is different in Gemma's 27B
+    # models. As in llama.cpp, these models are recognised by their number of layers.
+    if entries["num_hidden_layers"] == num_layers_of_27b:
+        return entries["hidden_size"] // entries["num_attention_heads"]
+    return entries["head_dim"]
 
 
 def read_mlp(entries: ConfigEntries) -> Dense:

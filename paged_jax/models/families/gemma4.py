@@ -5,6 +5,8 @@ values of others. The MLP of others has experts beside it.
 """
 
 import functools
+import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,6 +45,8 @@ from paged_jax.models.families.gemma import (
     write_sources,
 )
 from paged_jax.models.families.rope_entries import check_rope_keys, split_by_layer_type
+from paged_jax.models.gguf_layout import GgufLayout
+from paged_jax.models.gguf_metadata import GgufMetadata
 from paged_jax.models.known_keys import read_layer_changes
 from paged_jax.models.layer_groups import FULL, SLIDING
 from paged_jax.models.layer_spec import LayerSpec
@@ -59,6 +63,8 @@ from paged_jax.models.rope import Rope
 # and the head dimension of layers without a window.
 _SIZES = {"vocab_size": 262144, "num_attention_heads": 8, "global_head_dim": 512}
 _EXPERT_KEYS = ExpertKeys(num_chosen="top_k_experts")
+# GGUF files divide the frequencies of pairs that do not rotate by 1e30.
+_INFINITE_DIVISOR = 1e20
 
 
 class Gemma4(Family):
@@ -75,6 +81,20 @@ class Gemma4(Family):
         "fused_down_proj": "experts.down_proj",
     }
     prefixes = IMAGE_PREFIXES
+    gguf = GgufLayout(
+        "gemma4",
+        own_keys=(
+            "feed_forward_length",
+            "attention.head_count_kv",
+            "attention.key_length_swa",
+            "attention.value_length_swa",
+            "rope.dimension_count_swa",
+        ),
+        # The shared expert has the names of a dense MLP.
+        tensor_names={
+            f"shared_{kind}_proj": f"ffn_{kind}.weight" for kind in ("gate", "up", "down")
+        },
+    )
 
     def read(self, entries: ConfigEntries) -> ModelConfig:
         """Read a ``config.json``. By default, every sixth layer has no window; the last never."""
@@ -197,6 +217,92 @@ class Gemma4(Family):
             "vocab_size_per_layer_input": table.vocab_size or config.vocab_size,
             "final_logit_softcapping": config.final_logit_softcapping,
         }
+
+    def read_gguf(self, metadata: GgufMetadata, entries: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Read the metadata of a GGUF file, see `Family.read_gguf`."""
+        windows = metadata.windows(metadata.integer("attention.sliding_window"))
+        num_shared = metadata.integer("attention.shared_kv_layers", 0)
+        experts: dict[str, Any] = {"enable_moe_block": False}
+        if "num_experts" in entries:
+            experts = {
+                "enable_moe_block": True,
+                "top_k_experts": entries["num_experts_per_tok"],
+                "num_experts_per_tok": None,
+            }
+        return {
+            **windows,
+            **experts,
+            **_read_gguf_heads(metadata, entries, windows["layer_types"], num_shared),
+            **_read_gguf_sizes(metadata, num_shared),
+            "num_kv_shared_layers": num_shared,
+            "hidden_size_per_layer_input": metadata.integer("embedding_length_per_layer_input", 0),
+            "vocab_size_per_layer_input": entries["vocab_size"],
+            "final_logit_softcapping": metadata.number("final_logit_softcapping", 0.0) or None,
+        }
+
+
+def _read_gguf_heads(
+    metadata: GgufMetadata, entries: Mapping[str, Any], types: list[str], num_shared: int
+) -> dict[str, Any]:
+    """Return the entries about heads and their rotation from a GGUF file.
+
+    Keys without a suffix are about layers without a window. `types` are the types of all layers,
+    and `num_shared` is the number of last layers that read the keys of others.
+    """
+    counts = metadata.integers(key := "attention.head_count_kv")
+    num_heads = {kind: {*itertools.compress(counts, map(kind.__eq__, types))} for kind in {*types}}
+    if any(len(values) > 1 for values in num_heads.values()):
+        raise metadata.unsupported(key, "that differs between layers of the same type")
+    head_dim = entries["head_dim"]
+    local_dim = metadata.integer("attention.key_length_swa", head_dim)
+    for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if metadata.integer(key, local_dim) != local_dim:
+            raise metadata.unsupported(key, f"other than {local_dim}")
+    if entries["partial_rotary_factor"] != 1 or metadata.number("rope.scaling.factor", 1.0) != 1:
+        raise metadata.unsupported("rope.dimension_count or rope.scaling.factor", "of this value")
+    # Pairs that do not rotate have a divisor that makes their frequency 0.
+    divisors = metadata.rope_divisors("rope_freqs.weight", head_dim // 2) or [1.0]
+    num_rotated = divisors.count(1.0)
+    if not num_rotated or min(divisors[num_rotated:], default=math.inf) < _INFINITE_DIVISOR:
+        raise metadata.unsupported("tensor rope_freqs.weight", "with other numbers than 1 and 1e30")
+    own_full = [
+        layer for layer, kind in enumerate(types[: len(types) - num_shared]) if kind == FULL
+    ]
+    names = (f"blk.{layer}.attn_v.weight" for layer in own_full)
+    values_are_keys = any(name not in metadata.file.tensors for name in names)
+    if len({*counts}) > 1 and not values_are_keys:
+        raise metadata.unsupported("attention.head_count_kv", "that differs between layers")
+    return {
+        "head_dim": local_dim,
+        "global_head_dim": head_dim,
+        "num_key_value_heads": max(num_heads.get(SLIDING, counts)),
+        "num_global_key_value_heads": max(num_heads.get(FULL, counts)) if values_are_keys else None,
+        "attention_k_eq_v": values_are_keys,
+        "rope_theta": None,
+        "rope_scaling": None,
+        "partial_rotary_factor": None,
+        "rope_parameters": {
+            FULL: {
+                "rope_type": "proportional",
+                "rope_theta": entries["rope_theta"],
+                "partial_rotary_factor": num_rotated / len(divisors),
+            },
+            SLIDING: {
+                "rope_type": "default",
+                "rope_theta": metadata.number("rope.freq_base_swa", entries["rope_theta"]),
+            },
+        },
+    }
+
+
+def _read_gguf_sizes(metadata: GgufMetadata, num_shared: int) -> dict[str, Any]:
+    """Return the sizes of MLPs from a GGUF file. They may be doubled in the last layers."""
+    sizes = metadata.integers(key := "feed_forward_length")
+    is_wide = sizes[0] != sizes[-1]
+    num_first = len(sizes) - num_shared
+    if sizes != [sizes[0]] * num_first + [sizes[0] * (1 + is_wide)] * num_shared:
+        raise metadata.unsupported(key, f"= {sizes}"[:100])
+    return {"intermediate_size": sizes[0], "use_double_wide_mlp": is_wide}
 
 
 def _read_full_heads(

@@ -1,5 +1,6 @@
 """GLM-4 with experts: ``glm4_moe`` (GLM-4.5 to 4.7) and ``glm4_moe_lite`` (GLM-4.7 Flash)."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
@@ -23,6 +24,8 @@ from paged_jax.models.families.expert_entries import (
     read_first_dense,
     write_experts,
 )
+from paged_jax.models.gguf_layout import GgufLayout
+from paged_jax.models.gguf_metadata import GgufMetadata
 from paged_jax.models.model_folder import ConfigEntries, read_boolean
 from paged_jax.models.parts.attention import Attention, HeadNorm
 from paged_jax.models.parts.norm import Norm
@@ -35,6 +38,7 @@ class Glm4Experts(Family):
     architecture = "Glm4MoeForCausalLM"
     tensor_names = {"shared_expert": "mlp.shared_experts"}
     has_draft_layers = True
+    gguf = GgufLayout("glm4moe", tensor_names={"post_attention_norm": "post_attention_norm.weight"})
 
     def read(self, entries: ConfigEntries) -> ModelConfig:
         """Read a ``config.json``. The first layers are dense."""
@@ -68,6 +72,20 @@ class Glm4Experts(Family):
             "attention_bias": attention.qkv_bias,
             "use_qk_norm": attention.norm is not None,
             "norm_topk_prob": experts.renormalises,
+        }
+
+    def read_gguf(self, metadata: GgufMetadata, entries: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Read the metadata of a GGUF file, see `Family.read_gguf`."""
+        del entries
+        metadata.check("expert_gating_func", 0, 2)  # unset, sigmoid
+        return {
+            "use_qk_norm": metadata.has_tensor("attn_q_norm.weight"),
+            "norm_topk_prob": metadata.boolean("expert_weights_norm", False),
+            "routed_scaling_factor": metadata.number("expert_weights_scale", 0.0) or 1.0,
+            "n_group": metadata.integer("expert_group_count", 0) or 1,
+            "topk_group": metadata.integer("expert_group_used_count", 0) or 1,
+            "n_shared_experts": metadata.integer("expert_shared_count", 0),
+            "first_k_dense_replace": metadata.integer("leading_dense_block_count", 0),
         }
 
 

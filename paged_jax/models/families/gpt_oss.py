@@ -1,5 +1,6 @@
 """gpt-oss: attention sinks, windows in every other layer, and experts with biases and a clamp."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
@@ -24,6 +25,8 @@ from paged_jax.models.families.expert_entries import (
     read_expert_sizes,
     write_expert_sizes,
 )
+from paged_jax.models.gguf_layout import GgufLayout
+from paged_jax.models.gguf_metadata import GgufMetadata
 from paged_jax.models.layer_spec import LayerSpec
 from paged_jax.models.model_folder import ConfigEntries, read_boolean
 from paged_jax.models.parts.activation import ClampedSwiGLU
@@ -48,6 +51,7 @@ class GptOss(Family):
         "experts_down_bias": "mlp.experts.down_proj_bias",
     }
     is_mxfp4 = True
+    gguf = GgufLayout("gpt-oss", tensor_names={"post_attention_norm": "post_attention_norm.weight"})
 
     def read(self, entries: ConfigEntries) -> ModelConfig:
         """Read a ``config.json``. By default, every second layer has no window."""
@@ -103,3 +107,19 @@ class GptOss(Family):
         if isinstance(activation, ClampedSwiGLU):
             written |= {"swiglu_alpha": activation.alpha, "swiglu_limit": activation.limit}
         return written
+
+    def read_gguf(self, metadata: GgufMetadata, entries: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Read the metadata of a GGUF file, see `Family.read_gguf`."""
+        if metadata.number("rope.freq_base_swa", entries["rope_theta"]) != entries["rope_theta"]:
+            raise metadata.unsupported("rope.freq_base_swa")
+        scaling = entries["rope_scaling"]
+        return {
+            "num_local_experts": entries.get("num_experts"),
+            "intermediate_size": entries.get("moe_intermediate_size", entries["intermediate_size"]),
+            "moe_intermediate_size": None,
+            "attention_bias": True,
+            # In gpt-oss, YaRN's bounds of the interpolated pairs are not rounded to integers.
+            "rope_parameters": None if scaling is None else {**scaling, "truncate": False},
+            "rope_scaling": None,
+            **metadata.windows(metadata.integer("attention.sliding_window"), 2),
+        }

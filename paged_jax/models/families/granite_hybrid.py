@@ -3,7 +3,7 @@
 Granite 4 Micro has attention in all layers, and no experts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
@@ -33,6 +33,7 @@ from paged_jax.models.families.expert_entries import (
     read_shared_expert,
     write_expert_sizes,
 )
+from paged_jax.models.families.gguf_entries import PAIRED_ROWS, read_recurrent_layers
 from paged_jax.models.families.recurrent_entries import (
     name_mamba,
     read_layer_types,
@@ -40,6 +41,8 @@ from paged_jax.models.families.recurrent_entries import (
     write_layer_types,
     write_mamba,
 )
+from paged_jax.models.gguf_layout import GgufLayout
+from paged_jax.models.gguf_metadata import GgufMetadata
 from paged_jax.models.layer_groups import FULL, RECURRENT
 from paged_jax.models.model_folder import ConfigEntries, read_boolean, read_integer, read_number
 from paged_jax.models.parts.activation import Activation
@@ -72,6 +75,9 @@ class GraniteHybrid(Family):
         "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
     }
     ignored = ("num_experts_per_tok",)  # without experts
+    gguf = GgufLayout(
+        "granitehybrid", own_keys=("attention.head_count_kv",), row_orders=PAIRED_ROWS
+    )
 
     def read(self, entries: ConfigEntries) -> ModelConfig:
         """Read a ``config.json``. The factors are those of Granite 3."""
@@ -164,4 +170,43 @@ class GraniteHybrid(Family):
             **write_expert_sizes(experts, _EXPERT_KEYS),
             "shared_intermediate_size": 0 if experts.shared is None else experts.shared.features,
             "hidden_act": experts.activation.name,
+        }
+
+    def read_gguf(self, metadata: GgufMetadata, entries: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Read the metadata of a GGUF file, see `Family.read_gguf`.
+
+        Its entry ``rope.scaling.finetuned`` says whether layers rotate queries and keys.
+        """
+        rotates = metadata.boolean("rope.scaling.finetuned", True)
+        num_heads = metadata.integer("ssm.time_step_rank")
+        return {
+            **read_recurrent_layers(metadata),
+            **self._read_gguf_mlp(metadata, entries),
+            "position_embedding_type": "rope" if rotates else "nope",
+            "attention_multiplier": metadata.number("attention.scale", 0.0)
+            or entries["head_dim"] ** -0.5,
+            "embedding_multiplier": metadata.number("embedding_scale", 0.0) or 1.0,
+            "residual_multiplier": metadata.number("residual_scale", 0.0) or 1.0,
+            "logits_scaling": metadata.number("logit_scale", 0.0) or 1.0,
+            "mamba_n_heads": num_heads,
+            "mamba_d_head": metadata.integer("ssm.inner_size") // max(num_heads, 1),
+            "mamba_n_groups": metadata.integer("ssm.group_count"),
+            "mamba_d_state": metadata.integer("ssm.state_size"),
+            "mamba_d_conv": metadata.integer("ssm.conv_kernel"),
+            "mamba_conv_bias": metadata.has_tensor("ssm_conv1d.bias"),
+            "mamba_proj_bias": metadata.has_tensor("ssm_in.bias"),
+        }
+
+    def _read_gguf_mlp(self, metadata: GgufMetadata, entries: Mapping[str, Any]) -> dict[str, Any]:
+        size = metadata.integer("expert_shared_feed_forward_length", 0)
+        if "num_experts" not in entries:
+            return {
+                "num_local_experts": 0,
+                "shared_intermediate_size": entries["intermediate_size"],
+            }
+        return {
+            "num_local_experts": entries["num_experts"],
+            "intermediate_size": entries["moe_intermediate_size"],
+            "moe_intermediate_size": None,
+            "shared_intermediate_size": size,
         }

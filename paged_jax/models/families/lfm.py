@@ -1,6 +1,6 @@
 """LFM2, without and with experts: most layers are gated short convolutions, not attention."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paged_jax.arguments import check_positive
@@ -30,10 +30,13 @@ from paged_jax.models.families.expert_entries import (
     write_expert_sizes,
     write_mlps,
 )
+from paged_jax.models.families.gguf_entries import read_recurrent_layers
 from paged_jax.models.families.recurrent_entries import (
     read_layer_types,
     write_layer_types,
 )
+from paged_jax.models.gguf_layout import GgufLayout
+from paged_jax.models.gguf_metadata import GgufMetadata
 from paged_jax.models.layer_groups import DENSE, RECURRENT, SPARSE
 from paged_jax.models.model_folder import ConfigEntries, read_boolean, read_integer, read_number
 from paged_jax.models.parts.activation import Activation
@@ -68,6 +71,11 @@ class Lfm2(Family):
         "mixer_conv_bias": "conv.conv.bias",
     }
     ignored = ("theta",)  # repeats `rope_theta`
+    gguf = GgufLayout(
+        "lfm2",
+        own_keys=("attention.head_count_kv",),
+        tensor_names={"norm": "token_embd_norm.weight"},
+    )
 
     def read(self, entries: ConfigEntries) -> ModelConfig:
         """Read a ``config.json``. Norms of queries and keys are those of each head."""
@@ -135,6 +143,17 @@ class Lfm2(Family):
         mlp = config.layers[0].get(Dense)
         return {**write_dense(mlp), "block_auto_adjust_ff_dim": False}
 
+    def read_gguf(self, metadata: GgufMetadata, entries: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Read the metadata of a GGUF file, in which the size of the MLP is adjusted."""
+        return {
+            **read_recurrent_layers(metadata, "conv"),
+            "conv_L_cache": metadata.integer("shortconv.l_cache"),
+            "conv_bias": metadata.has_tensor("shortconv.conv.bias"),
+            "block_auto_adjust_ff_dim": False,
+            "norm_eps": entries["rms_norm_eps"],
+            "rms_norm_eps": None,
+        }
+
 
 class Lfm2Experts(Lfm2):
     """LFM2 with experts after the first layers, chosen by a sigmoid of each logit."""
@@ -147,6 +166,11 @@ class Lfm2Experts(Lfm2):
         "router_correction_bias": "feed_forward.expert_bias",
         **name_experts("feed_forward.experts"),
     }
+    gguf = GgufLayout(
+        "lfm2moe",
+        own_keys=("attention.head_count_kv",),
+        tensor_names={"norm": "token_embd_norm.weight"},
+    )
 
     def read_mlps(self, entries: ConfigEntries) -> Sequence[Part]:
         """Return the MLP of each layer: a dense MLP in the first layers, then experts."""
@@ -177,4 +201,16 @@ class Lfm2Experts(Lfm2):
             "norm_topk_prob": experts.renormalises,
             "num_dense_layers": kinds.index(SPARSE),
             "mlp_layer_types": kinds,
+        }
+
+    def read_gguf(self, metadata: GgufMetadata, entries: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Read the metadata of a GGUF file, see `Family.read_gguf`."""
+        metadata.check("expert_gating_func", 2)  # sigmoid
+        read = {**super().read_gguf(metadata, entries), "block_auto_adjust_ff_dim": None}
+        return {
+            **read,
+            "use_expert_bias": metadata.has_tensor("exp_probs_b.bias"),
+            "norm_topk_prob": True,
+            "routed_scaling_factor": metadata.number("expert_weights_scale", 0.0) or 1.0,
+            "num_dense_layers": metadata.integer("leading_dense_block_count", 0),
         }

@@ -1,5 +1,6 @@
 """Llama 1 to 3, and the many models with the same layers."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
@@ -16,6 +17,9 @@ from paged_jax.models.families.common import (
     write_model,
     write_rope,
 )
+from paged_jax.models.families.gguf_entries import PAIRED_ROWS, check_no_window
+from paged_jax.models.gguf_layout import GgufLayout
+from paged_jax.models.gguf_metadata import GgufMetadata
 from paged_jax.models.model_folder import ConfigEntries, read_boolean
 from paged_jax.models.parts.attention import Attention
 from paged_jax.models.parts.mlp import Dense
@@ -27,6 +31,7 @@ class Llama3(Family):
 
     model_type = "llama"
     architecture = "LlamaForCausalLM"
+    gguf = GgufLayout("llama", has_experts=False, row_orders=PAIRED_ROWS)
 
     def read(self, entries: ConfigEntries) -> ModelConfig:
         """Read a ``config.json``."""
@@ -55,3 +60,8 @@ class Llama3(Family):
             "attention_bias": attention.qkv_bias and attention.o_bias,
             "mlp_bias": mlp.has_bias,
         }
+
+    def read_gguf(self, metadata: GgufMetadata, entries: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Read the metadata of a GGUF file, see `Family.read_gguf`."""
+        check_no_window(metadata, entries)
+        return {}

@@ -1,5 +1,6 @@
 """Mixtral: Mistral with experts in all layers."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
@@ -24,6 +25,9 @@ from paged_jax.models.families.expert_entries import (
     read_expert_sizes,
     write_expert_sizes,
 )
+from paged_jax.models.families.gguf_entries import PAIRED_ROWS, check_no_window
+from paged_jax.models.gguf_layout import GgufLayout
+from paged_jax.models.gguf_metadata import GgufMetadata
 from paged_jax.models.model_folder import ConfigEntries
 from paged_jax.models.parts.activation import Activation
 from paged_jax.models.parts.attention import Attention
@@ -42,6 +46,7 @@ class Mixtral(Family):
         "router": "block_sparse_moe.gate.weight",
         **name_experts("block_sparse_moe.experts"),
     }
+    gguf = GgufLayout("llama", has_experts=True, row_orders=PAIRED_ROWS)
 
     def read(self, entries: ConfigEntries) -> ModelConfig:
         """Read a ``config.json``. All layers have the same window, or none."""
@@ -72,4 +77,13 @@ class Mixtral(Family):
             "sliding_window": attention.window,
             "rms_norm_eps": config.norm.eps,
             "hidden_act": experts.activation.name,
+        }
+
+    def read_gguf(self, metadata: GgufMetadata, entries: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Read the metadata of a GGUF file, see `Family.read_gguf`."""
+        check_no_window(metadata, entries)
+        return {
+            "num_local_experts": entries["num_experts"],
+            "intermediate_size": entries["moe_intermediate_size"],
+            "moe_intermediate_size": None,
         }

@@ -18,6 +18,8 @@ from paged_jax.models.families.common import (
     write_model,
     write_rope,
 )
+from paged_jax.models.gguf_layout import GgufLayout
+from paged_jax.models.gguf_metadata import GgufMetadata
 from paged_jax.models.model_folder import ConfigEntries, read_object
 from paged_jax.models.parts.attention import Attention
 from paged_jax.models.parts.mlp import Dense
@@ -33,6 +35,7 @@ class Phi3(Family):
         "qkv_proj": "self_attn.qkv_proj.weight",
         "gate_up_proj": "mlp.gate_up_proj.weight",
     }
+    gguf = GgufLayout("phi3", tensor_names={"gate_up_proj": "ffn_up.weight"})
 
     def read(self, entries: ConfigEntries) -> ModelConfig:
         """Read a ``config.json``."""
@@ -63,6 +66,16 @@ class Phi3(Family):
         if scaling is not None:
             written["original_max_position_embeddings"] = scaling.original_max_position_embeddings
         return written
+
+    def read_gguf(self, metadata: GgufMetadata, entries: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Read the metadata of a GGUF file, see `Family.read_gguf`."""
+        length = entries["max_position_embeddings"]
+        return {
+            "sliding_window": metadata.integer("attention.sliding_window", 0) or None,
+            "original_max_position_embeddings": metadata.integer(
+                "rope.scaling.original_context_length", length
+            ),
+        }
 
 
 def _name_scaling(rope: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -23,6 +23,7 @@ from paged_jax.models.families.common import (
     write_rope,
     write_windows,
 )
+from paged_jax.models.gguf_layout import GgufLayout
 from paged_jax.models.layer_spec import LayerSpec
 from paged_jax.models.model_folder import ConfigEntries, read_boolean, read_integer
 from paged_jax.models.parts.attention import Attention, HeadNorm
@@ -36,6 +37,7 @@ class Qwen2(Family):
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"
     ignored = ("attention_bias",)  # the input projections always have biases
+    gguf = GgufLayout("qwen2")
 
     def read(self, entries: ConfigEntries) -> ModelConfig:
         """Read a ``config.json``."""
@@ -75,6 +77,7 @@ class Qwen3(Qwen2):
     architecture = "Qwen3ForCausalLM"
     prefixes = IMAGE_PREFIXES
     ignored = ()
+    gguf = GgufLayout("qwen3")
 
     def read_attention(self, entries: ConfigEntries, norm: Norm) -> Attention:
         """Return the attention of layers without a window."""

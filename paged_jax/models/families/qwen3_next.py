@@ -3,8 +3,10 @@
 Attention has an output gate, rotates a part of each head, and normalises queries and keys.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from paged_jax.models.config import Family, ModelConfig
 from paged_jax.models.families.common import (
@@ -39,6 +41,10 @@ from paged_jax.models.families.recurrent_entries import (
     write_delta_net,
     write_layer_types,
 )
+from paged_jax.models.gguf_layout import GgufLayout, Order
+from paged_jax.models.gguf_metadata import GgufMetadata
+from paged_jax.models.layer_groups import FULL, RECURRENT
+from paged_jax.models.layer_spec import LayerSpec
 from paged_jax.models.model_folder import ConfigEntries, read_boolean, read_integer, read_number
 from paged_jax.models.parts.activation import Activation
 from paged_jax.models.parts.attention import Attention, HeadNorm
@@ -58,6 +64,58 @@ _DELTA_TENSORS = {
 }
 
 
+def _tile_heads(spec: LayerSpec, num_first: int, head_dim: int) -> np.ndarray | None:
+    """Return the row in GGUF files of each row of a parameter with the value heads.
+
+    In Hugging Face files, the G value heads of a key head follow each other. GGUF files first have
+    the first value head of each key head, then the second of each, and so on.
+
+    Args:
+      spec: the layer.
+      num_first: number of rows before those of the value heads, which are not reordered.
+      head_dim: number of rows of a value head.
+    """
+    K, G, _, _ = spec.get(GatedDeltaNet).heads
+    if G == 1:
+        return None
+    heads = np.arange(K * G).reshape(G, K).T.reshape(-1)
+    rows = heads[:, None] * head_dim + np.arange(head_dim)
+    return np.concatenate([np.arange(num_first), num_first + rows.reshape(-1)])
+
+
+def _tile_convolved(spec: LayerSpec) -> np.ndarray | None:
+    K, _, D, U = spec.get(GatedDeltaNet).heads
+    return _tile_heads(spec, 2 * K * D, U)  # all queries and keys come first
+
+
+def _tile_values(spec: LayerSpec) -> np.ndarray | None:
+    return _tile_heads(spec, 0, spec.get(GatedDeltaNet).value_dim)
+
+
+def _tile_scalars(spec: LayerSpec) -> np.ndarray | None:
+    return _tile_heads(spec, 0, 1)
+
+
+def _tile_inputs(spec: LayerSpec) -> np.ndarray | None:
+    """Return the input that each column of the output projection in GGUF files belongs to."""
+    rows = _tile_values(spec)
+    return None if rows is None else np.argsort(rows).astype(np.int32)
+
+
+# How GGUF files of Qwen3.5 differ from the usual names and order.
+_GGUF_NORM = {"post_attention_norm": "post_attention_norm.weight"}
+_TILED_ROWS: Mapping[str, Order] = {
+    "mixer_in_proj.*": _tile_convolved,
+    "mixer_in_proj.z": _tile_values,
+    "mixer_gates_proj.b": _tile_scalars,
+    "mixer_gates_proj.a": _tile_scalars,
+    "mixer_conv.*": _tile_convolved,
+    "mixer_decay": _tile_scalars,
+    "mixer_time": _tile_scalars,
+}
+_TILED_INPUTS: Mapping[str, Order] = {"mixer_out_proj": _tile_inputs}
+
+
 class Qwen35(Family):
     """Qwen3.5 without experts: the text part."""
 
@@ -70,6 +128,9 @@ class Qwen35(Family):
         "mixer_gates_proj.*": "linear_attn.in_proj_*.weight",
     }
     prefixes = {"model.language_model.": "model.", "model.visual.": None, "mtp.": None}
+    gguf = GgufLayout(
+        "qwen35", tensor_names=_GGUF_NORM, row_orders=_TILED_ROWS, input_orders=_TILED_INPUTS
+    )
 
     def read(self, entries: ConfigEntries) -> ModelConfig:
         """Read a ``config.json``."""
@@ -117,6 +178,25 @@ class Qwen35(Family):
         """Return the entries for `read_mlps`."""
         return write_dense(config.layers[0].get(Dense))
 
+    def read_gguf(self, metadata: GgufMetadata, entries: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Read the metadata of a GGUF file, see `Family.read_gguf`."""
+        del entries
+        num_heads = metadata.integer("ssm.time_step_rank")
+        sizes = {
+            "linear_num_key_heads": metadata.integer("ssm.group_count"),
+            "linear_num_value_heads": num_heads,
+            "linear_key_head_dim": metadata.integer("ssm.state_size"),
+            "linear_value_head_dim": metadata.integer("ssm.inner_size") // max(num_heads, 1),
+            "linear_conv_kernel_dim": metadata.integer("ssm.conv_kernel"),
+        }
+        is_recurrent = metadata.booleans("attention.recurrent_layers")
+        if is_recurrent is None:
+            return {
+                **sizes,
+                "full_attention_interval": metadata.integer("full_attention_interval", 4),
+            }
+        return {**sizes, "layer_types": [RECURRENT if each else FULL for each in is_recurrent]}
+
 
 class Qwen35Experts(Qwen35):
     """Qwen3.5 with experts in all layers, and a shared expert with a gate: the text part."""
@@ -124,6 +204,9 @@ class Qwen35Experts(Qwen35):
     model_type = "qwen3_5_moe_text"
     architecture = "Qwen3_5MoeForCausalLM"
     ignored = ("intermediate_size",)  # no layer has a dense MLP
+    gguf = GgufLayout(
+        "qwen35moe", tensor_names=_GGUF_NORM, row_orders=_TILED_ROWS, input_orders=_TILED_INPUTS
+    )
 
     def read_mlps(self, entries: ConfigEntries) -> Sequence[Part]:
         """Return the experts of each layer. Their weights are always divided by their sum."""
@@ -152,6 +235,12 @@ class Qwen35Experts(Qwen35):
             "shared_expert_intermediate_size": 0 if shared is None else shared.features,
         }
 
+    def read_gguf(self, metadata: GgufMetadata, entries: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Read the metadata of a GGUF file, see `Family.read_gguf`."""
+        size = metadata.integer("expert_shared_feed_forward_length", 0)
+        read = super().read_gguf(metadata, entries)
+        return {**read, "shared_expert_intermediate_size": size}
+
 
 class Qwen3Next(Qwen35Experts):
     """Qwen3-Next: experts in some or all layers, and other tensors of delta nets than Qwen3.5."""
@@ -165,6 +254,7 @@ class Qwen3Next(Qwen35Experts):
     }
     prefixes = {"mtp.": None}
     ignored = ()
+    gguf = None
 
     def read_mlps(self, entries: ConfigEntries) -> Sequence[Part]:
         """Return the MLP of each layer: experts, or a dense MLP in listed layers."""

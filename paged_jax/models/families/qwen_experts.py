@@ -1,5 +1,6 @@
 """Qwen with experts in some or all layers: ``qwen2_moe`` and ``qwen3_moe``."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
@@ -26,6 +27,8 @@ from paged_jax.models.families.expert_entries import (
     write_listed_dense,
     write_mlps,
 )
+from paged_jax.models.gguf_layout import GgufLayout
+from paged_jax.models.gguf_metadata import GgufMetadata
 from paged_jax.models.model_folder import ConfigEntries, read_boolean, read_integer
 from paged_jax.models.parts.activation import Activation
 from paged_jax.models.parts.attention import Attention, HeadNorm
@@ -76,6 +79,7 @@ class Qwen3Experts(Family):
 
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
+    gguf = GgufLayout("qwen3moe")
 
     def read(self, entries: ConfigEntries) -> ModelConfig:
         """Read a ``config.json``."""
@@ -101,6 +105,11 @@ class Qwen3Experts(Family):
         attention = config.layers[0].get(Attention)
         has_bias = attention.qkv_bias and attention.o_bias
         return {**_write_layers(self, config), "attention_bias": has_bias}
+
+    def read_gguf(self, metadata: GgufMetadata, entries: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Read the metadata of a GGUF file, which does not contain ``norm_topk_prob``."""
+        del metadata, entries
+        return {"norm_topk_prob": True}
 
 
 def _read_layers(

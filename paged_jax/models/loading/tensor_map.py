@@ -16,6 +16,7 @@ from paged_jax.models.layer_spec import LayerSpec
 from paged_jax.models.tensor_mapping import (
     ExpertLayout,
     Mappings,
+    Shape,
     TensorMapping,
     find_name,
     map_tensor,
@@ -125,8 +126,9 @@ def _without_prefix(prefixes: Mapping[str, str | None], name: str) -> str | None
     return f"model.{name}" if name.startswith(_INNER) else name
 
 
-def _model_mappings(config: ModelConfig) -> Mapping[str, Mappings]:
-    names = {
+def outer_names(config: ModelConfig) -> Mapping[str, str]:
+    """Return the tensor names of parameters outside of the layers, also of those in no file."""
+    return {
         "embed_tokens": EMBEDDINGS,
         "norm": "model.norm.weight",
         "lm_head": HEAD,
@@ -135,6 +137,19 @@ def _model_mappings(config: ModelConfig) -> Mapping[str, Mappings]:
         "per_layer_norm": "model.per_layer_projection_norm.weight",
         **_family_tensors(config),
     }
+
+
+def layer_shapes(config: ModelConfig, spec: LayerSpec) -> Mapping[str, Shape]:
+    """Return the shapes of a layer's tensors by their names without the layer.
+
+    Tensors of the layout "separate" are included, see `ExpertLayout`.
+    """
+    mappings = _layer_mappings(config, spec, "separate").values()
+    return {each.tensor: each.shape for some in mappings for each in some}
+
+
+def _model_mappings(config: ModelConfig) -> Mapping[str, Mappings]:
+    names = outer_names(config)
     modules = {"stream_proj": "altup_projections", "stream_out_proj": "altup_unembed_projections"}
     mappings: dict[str, Mappings] = {}
     for name, parameter in config.outer_parameters.items():

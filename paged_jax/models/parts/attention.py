@@ -158,6 +158,16 @@ class Attention(AttentionPart):
         "o_bias": "self_attn.o_proj.bias",
         "sinks": "self_attn.sinks",
     }
+    gguf_names = {
+        "q_proj": "attn_q.weight",
+        "k_proj": "attn_k.weight",
+        "v_proj": "attn_v.weight",
+        "qkv_proj": "attn_qkv.weight",
+        "q_norm": "attn_q_norm.weight",
+        "k_norm": "attn_k_norm.weight",
+        "o_proj": "attn_output.weight",
+        "sinks": "attn_sinks.weight",
+    }
 
     @property
     def kv(self) -> KVShape:

@@ -22,6 +22,11 @@ class ShortConvolution(Mixer):
 
     num_channels: int
 
+    gguf_names = {
+        "mixer_in_proj.*": "shortconv.in_proj.weight",
+        "mixer_conv": "shortconv.conv.weight",
+        "mixer_out_proj": "shortconv.out_proj.weight",
+    }
     divided = ("num_channels",)
     part_name = "channels"
 

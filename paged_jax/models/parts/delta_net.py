@@ -47,6 +47,17 @@ class GatedDeltaNet(Mixer):
     has_negative_eigenvalues: bool = False
     norm_eps: float = 1e-6
 
+    gguf_names = {
+        "mixer_in_proj.*": "attn_qkv.weight",
+        "mixer_in_proj.z": "attn_gate.weight",
+        "mixer_gates_proj.b": "ssm_beta.weight",
+        "mixer_gates_proj.a": "ssm_alpha.weight",
+        "mixer_conv.*": "ssm_conv1d.weight",
+        "mixer_decay": "ssm_a",
+        "mixer_time": "ssm_dt.bias",
+        "mixer_norm": "ssm_norm.weight",
+        "mixer_out_proj": "ssm_out.weight",
+    }
     divided = ("num_key_heads", "num_value_heads")
     part_name = "heads of keys"
 

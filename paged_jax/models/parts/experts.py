@@ -195,6 +195,18 @@ class Experts(Part):
         "shared_expert": "mlp.shared_expert",
         "shared_expert_gate": "mlp.shared_expert_gate.weight",
     }
+    gguf_names = {
+        "router": "ffn_gate_inp.weight",
+        "experts_gate_proj": "ffn_gate_exps.weight",
+        "experts_up_proj": "ffn_up_exps.weight",
+        "experts_down_proj": "ffn_down_exps.weight",
+        "router_correction_bias": "exp_probs_b.bias",
+        "router_expert_factor": "ffn_down_exps.scale",
+        "shared_gate_proj": "ffn_gate_shexp.weight",
+        "shared_up_proj": "ffn_up_shexp.weight",
+        "shared_down_proj": "ffn_down_shexp.weight",
+        "shared_expert_gate": "ffn_gate_inp_shexp.weight",
+    }
 
     def num_features(self, hidden_size: int) -> int:
         """Return the number of activations per token, see `Part.num_features`."""
@@ -307,10 +319,7 @@ class Experts(Part):
         names = {**self.tensor_names, **names}
         mappings: dict[str, Mappings] = {}
         if self.shared is not None:
-            dense = dict(names)
-            for name in ("gate_proj", "up_proj", "down_proj"):
-                if "gate_up_proj" not in names:
-                    dense[name] = f"{names['shared_expert']}.{name}.weight"
+            dense = {**names, **_name_shared(names)}
             mappings |= self.shared.tensors(hidden_size, dense, layout)
         gate = names["shared_expert_gate"]
         mappings |= {
@@ -329,6 +338,14 @@ class Experts(Part):
         if layout == "fused" or layout == "family" and "fused_gate_up_proj" in names:
             mappings |= self._map_fused(E, hidden_size, names)
         return mappings
+
+    def name_pieces(self, names: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the tensor names of each expert and of the shared expert."""
+        kinds = ("experts_gate_proj", "experts_up_proj", "experts_down_proj")
+        # A name without a * is that of a tensor for all experts.
+        separate = {name: self.tensor_names[name] for name in kinds if "*" not in names[name]}
+        shared = {f"shared_{name}": tensor for name, tensor in _name_shared(names).items()}
+        return {**names, **separate, **shared}
 
     def _map_experts(
         self, E: int, names: Mapping[str, str], layout: ExpertLayout
@@ -662,6 +679,16 @@ def _sum_in_order(x: jax.Array) -> jax.Array:
     Results are then the same for all batch sizes.
     """
     return functools.reduce(operator.add, (x[:, i] for i in range(x.shape[1])))
+
+
+def _name_shared(names: Mapping[str, str]) -> dict[str, str]:
+    """Return the tensor names of the projections of the shared expert.
+
+    A family that lists ``gate_up_proj`` also names ``down_proj`` in another way.
+    """
+    kinds = ("gate_proj", "up_proj", "down_proj")
+    shared = {name: f"{names['shared_expert']}.{name}.weight" for name in kinds}
+    return shared | ({"down_proj": names["down_proj"]} if "gate_up_proj" in names else {})
 
 
 def _all_experts(

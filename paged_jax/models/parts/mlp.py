@@ -54,6 +54,11 @@ class Dense(Part):
         "up_proj": "mlp.up_proj.weight",
         "down_proj": "mlp.down_proj.weight",
     }
+    gguf_names = {
+        "gate_proj": "ffn_gate.weight",
+        "up_proj": "ffn_up.weight",
+        "down_proj": "ffn_down.weight",
+    }
 
     def num_features(self, hidden_size: int) -> int:
         """Return the number of activations per token, see `Part.num_features`."""
@@ -110,13 +115,12 @@ class Dense(Part):
         self, hidden_size: int, names: Mapping[str, str], layout: ExpertLayout
     ) -> dict[str, Mappings]:
         """Return the tensors of each parameter, see `Part.tensors`."""
-        del layout
         E, F = hidden_size, self.features
         mappings: dict[str, Mappings] = {}
         halves = ("gate_proj", "up_proj")[-self.activation.num_projections :]
         for kind, rest in ("proj", (E,)), ("bias", ()):
             rename = name_bias if kind == "bias" else str
-            if "gate_up_proj" in names:
+            if "gate_up_proj" in names and layout != "separate":
                 fused = rename(names["gate_up_proj"])
                 gate_up = (map_tensor(fused, (2 * F, *rest), (2, F, *rest)),)
             else:

@@ -186,6 +186,8 @@ class Part:
     # Tensor name of each parameter in most checkpoints, without the prefix of the layer. Some
     # parameters consist of several tensors with names of their own. A family may use other names.
     tensor_names: ClassVar[Mapping[str, str]] = {}
+    # Tensor name in most GGUF files of each parameter or piece, without the prefix of the layer.
+    gguf_names: ClassVar[Mapping[str, str]] = {}
     # Whether layers with this part can be stacked, so that a scan runs over them.
     can_stack: ClassVar[bool] = True
 
@@ -241,6 +243,14 @@ class Part:
         """
         del layout
         return self.map_others({}, hidden_size, names)
+
+    def name_pieces(self, names: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the tensor name of each piece in `gguf_names` that checkpoints store separately.
+
+        `names` are the names of the part and the family, as in `tensors`. A * in the result stands
+        for the number of an expert.
+        """
+        return names
 
     def map_others(
         self, mappings: Mapping[str, Mappings], hidden_size: int, names: Mapping[str, str]

@@ -84,6 +84,12 @@ class Sublayer(Part):
         "input_norm": "input_layernorm.weight",
         "post_attention_norm": "post_attention_layernorm.weight",
     }
+    gguf_names = {
+        "input_norm": "attn_norm.weight",
+        "attention_out_norm": "post_attention_norm.weight",
+        "post_attention_norm": "ffn_norm.weight",
+        "mlp_out_norm": "post_ffw_norm.weight",
+    }
 
     @property
     def inner(self) -> tuple[Part, ...]:
@@ -199,6 +205,13 @@ class SeparateExperts(Sublayer):
         "expert_out_norm": "post_feedforward_layernorm_2.weight",
         "shared_out_norm": "post_feedforward_layernorm_1.weight",
     }
+    gguf_names = {
+        **Sublayer.gguf_names,
+        "router_norm": "ffn_gate_inp.scale",
+        "expert_input_norm": "pre_ffw_norm_2.weight",
+        "expert_out_norm": "post_ffw_norm_2.weight",
+        "shared_out_norm": "post_ffw_norm_1.weight",
+    }
 
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
         """Return the parameters by name."""
@@ -251,6 +264,11 @@ class PerLayerEmbedding(Part):
         "per_layer_proj": "per_layer_projection.weight",
         "per_layer_out_norm": "post_per_layer_input_norm.weight",
     }
+    gguf_names = {
+        "per_layer_gate": "inp_gate.weight",
+        "per_layer_proj": "proj.weight",
+        "per_layer_out_norm": "post_norm.weight",
+    }
     can_stack = False
 
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
@@ -279,6 +297,7 @@ class LayerScalar(Part):
     """A step that multiplies the residual stream by a learned scalar, ``layer_scalar [1]``."""
 
     tensor_names = {"layer_scalar": "layer_scalar"}
+    gguf_names = {"layer_scalar": "layer_output_scale.weight"}
 
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
         """Return the scalar."""

@@ -51,6 +51,15 @@ class Mamba2(Mixer):
     piece_multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
     num_copies: int = 1
 
+    gguf_names = {
+        "mixer_in_proj.*": "ssm_in.weight",
+        "mixer_conv.*": "ssm_conv1d.weight",
+        "mixer_decay": "ssm_a",
+        "mixer_time": "ssm_dt.bias",
+        "mixer_skip": "ssm_d",
+        "mixer_norm": "ssm_norm.weight",
+        "mixer_out_proj": "ssm_out.weight",
+    }
     divided = ("num_groups", "num_heads")
     part_name = "groups"
     shared_pieces = frozenset({"b", "c"})
