@@ -2,7 +2,8 @@
 
 from array import array
 
-from paged_jax.models.text.tokenizer import Detokenizer, Tokenizer
+from paged_jax.models.text.detokenizer import Detokenizer
+from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.models.text.tool_reader import overlap
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.outputs import Logprob

@@ -5,7 +5,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from paged_jax.models.text.tokenizer import Detokenizer, Tokenizer
+from paged_jax.models.text.detokenizer import Detokenizer
+from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 from paged_jax.server import bodies, schemas
 from paged_jax.server.answers import (

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer as Backend
 from paged_jax.arguments import ArgumentError
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.models.text.chat_template import ChatTemplateError
-from paged_jax.models.text.tokenizer import Detokenizer, Tokenizer, TokenizerError
+from paged_jax.models.text.detokenizer import Detokenizer
+from paged_jax.models.text.tokenizer import Tokenizer, TokenizerError
 from tests.support.bundled_reference import read_json
 
 _CHATML = (

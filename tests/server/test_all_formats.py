@@ -19,9 +19,9 @@ import tokenizers
 
 from paged_jax import Tokenizer
 from paged_jax.models.loading.pretrained import bundled_folder
+from paged_jax.models.text.detokenizer import Detokenizer
 from paged_jax.models.text.grammar import GrammarCompiler
 from paged_jax.models.text.reasoning import HARMONY, HARMONY_MARKS, THINK
-from paged_jax.models.text.tokenizer import Detokenizer
 from paged_jax.models.text.tool_grammars import ToolGrammars
 from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from paged_jax.server.answers import Answer, DeltaTracker

@@ -1,5 +1,8 @@
-# pyright: strict, reportUnknownMemberType=false, reportPrivateUsage=false
-"""Conversion between texts and token ids, also for tokens that arrive one at a time."""
+# pyright: strict, reportUnknownMemberType=false
+"""Conversion between texts and token ids.
+
+Tokens that arrive one at a time are converted by `detokenizer`.
+"""
 
 import functools
 import itertools
@@ -21,6 +24,7 @@ from paged_jax.models.text.chat_template import (
     check_variables,
     read_templates,
 )
+from paged_jax.models.text.detokenizer import REPLACEMENT, Detokenizer
 from paged_jax.models.text.generation_config import GenerationConfig
 from paged_jax.models.text.gguf_tokenizer import read_gguf_tokenizer
 from paged_jax.models.text.special_tokens import (
@@ -32,11 +36,6 @@ from paged_jax.models.text.special_tokens import (
 )
 from paged_jax.models.text.tool_formats import ToolFormat, ToolSupport, find_support
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# Maximum number of bytes at the end of a text that may be an incomplete UTF-8 character.
-_MAX_OPEN_BYTES = 3
-# Maximum number of tokens to hold back until their text is final. Real texts need fewer.
-_MAX_PENDING = 16
 # Names of the tokens for single bytes in tokenizers with byte fallback.
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
@@ -243,8 +242,8 @@ class Tokenizer:
           continues_text: whether the tokens follow other text. If True, keep a leading space, which
             some tokenizers drop at the start of a text.
         """
-        text = self._decode(token_ids, skip_special_tokens, continues_text)
-        if _REPLACEMENT not in text:
+        text = self.decode_at_once(token_ids, skip_special_tokens, continues_text)
+        if REPLACEMENT not in text:
             return text
         stream = Detokenizer(
             self, skip_special_tokens=skip_special_tokens, continues_text=continues_text
@@ -344,7 +343,7 @@ class Tokenizer:
         The concatenated bytes of a text's tokens are the text in UTF-8.
         """
         text = self.decode([token_id], skip_special_tokens=False, continues_text=True)
-        if _REPLACEMENT in text:
+        if REPLACEMENT in text:
             # Decoded text does not show the bytes of incomplete characters, but token names do.
             [name] = self.spell([token_id])
             if "ByteLevel" in self._decoder_types and _BYTE_OF.keys() >= set(name):
@@ -369,12 +368,14 @@ class Tokenizer:
         token_id = self.backend.token_to_id(text)
         return token_id is not None and self.is_special(token_id)
 
-    def _is_known(self, token_id: int) -> bool:
+    def is_known(self, token_id: int) -> bool:
+        """Return whether the vocabulary has a token with this id."""
         return self.backend.id_to_token(token_id) is not None
 
-    def _decode(
+    def decode_at_once(
         self, token_ids: Sequence[int], skip_special_tokens: bool, continues_text: bool
     ) -> str:
+        """Decode like `decode`, but like the `tokenizers` library near invalid UTF-8 bytes."""
         if not continues_text:
             return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         # Put an anchor token in front, so that a leading space of the other tokens is not dropped.
@@ -384,116 +385,13 @@ class Tokenizer:
         return text[self._anchor_length :]
 
     def _find_anchor(self) -> tuple[int, int]:
-        """Find the token that `_decode` puts before the others; return its id and text length."""
+        """Find the token that `decode_at_once` puts first; return its id and text length."""
         letters = map(self.backend.token_to_id, string.ascii_letters)
         # It must be a word, because the decoder joins adjacent byte tokens and may drop spaces.
         for token_id in itertools.chain(letters, range(self.vocab_size)):
             if token_id is not None and (text := self.backend.decode([token_id])).isalnum():
                 return token_id, len(text)
         raise TokenizerError("Tokenizer: no token of the vocabulary consists of letters or digits.")
-
-
-class Detokenizer:
-    """Incremental converter of generated tokens to text.
-
-    Text is returned as soon as later tokens cannot change it. The concatenation of all returned
-    texts equals the result of `Tokenizer.decode`. The cost of a token does not depend on the number
-    of tokens before it. `tokenizers.DecodeStream` has the same purpose, but it fails after invalid
-    UTF-8 bytes.
-
-    Args:
-      tokenizer: the tokenizer.
-      skip_special_tokens: whether to omit special tokens.
-      continues_text: whether the tokens follow a prompt, see `Tokenizer.decode`.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        skip_special_tokens: bool = True,
-        continues_text: bool = False,
-    ):
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._continues_text = continues_text
-        self._pending: list[int] = []
-
-    def snapshot(self) -> tuple[bool, list[int]]:
-        """Return a copy of the state, for `restore`."""
-        return self._continues_text, self._pending.copy()
-
-    def restore(self, snapshot: tuple[bool, list[int]]) -> None:
-        """Restore the state that `snapshot` has returned."""
-        self._continues_text, pending = snapshot
-        self._pending = pending.copy()
-
-    def push(self, token_id: int) -> str:
-        """Append a token, and return the text that has become final, which may be empty."""
-        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
-            return ""
-        if not self._tokenizer._is_known(token_id):
-            return ""
-        self._pending.append(token_id)
-        text = self._decode(self._pending, self._continues_text)
-        if text.endswith(_REPLACEMENT):
-            return self._settle(text)
-        if text:
-            return self._hand_out(text, len(self._pending))
-        # The token has no text, or it is a leading space, which is dropped. Later spaces are kept.
-        self._continues_text |= bool(self._decode(self._pending, True))
-        self._pending.clear()
-        return ""
-
-    def peek(self, token_ids: Sequence[int]) -> str | None:
-        """Return the text that `push` would return for these tokens, without appending them.
-
-        This takes one library call, which costs less than one call per token. The result is None
-        if `push` must be used instead: at the start of a text, and if a character is incomplete.
-        """
-        if not self._continues_text:
-            return None
-        # `_decode` omits special and unknown tokens, like `push`.
-        text = self._decode([*self._pending, *token_ids], True)
-        return None if _REPLACEMENT in text else text
-
-    def accept(self) -> None:
-        """Append the tokens of the last call of `peek`, which must not have returned None."""
-        self._pending.clear()
-
-    def finish(self) -> str:
-        """Return the rest of the text, with a replacement character for each invalid byte."""
-        text = self._decode(self._pending, self._continues_text)
-        return self._hand_out(text, len(self._pending))
-
-    def _settle(self, text: str) -> str:
-        """Return the beginning of the pending `text` that later tokens cannot change."""
-        count = len(self._pending)
-        splits = [self._split(at) for at in range(1, count)]
-        for head, tail in splits:
-            # Valid text follows the invalid bytes, so no later token can complete their character.
-            if tail and not tail.endswith(_REPLACEMENT):
-                return self._hand_out(head + tail, count)
-        if count <= _MAX_OPEN_BYTES:
-            return ""
-        # If decoding the two parts of a split separately also gives `text`, the split is not inside
-        # a character. The text before such a split is final.
-        places = (at for at, parts in enumerate(splits, 1) if "".join(parts) == text)
-        at = next(places, count - _MAX_OPEN_BYTES if count >= _MAX_PENDING else 0)
-        return self._hand_out(splits[at - 1][0], at) if at else ""
-
-    def _split(self, at: int) -> tuple[str, str]:
-        """Decode the pending tokens in two parts: the first `at` tokens, and the later tokens."""
-        head = self._decode(self._pending[:at], self._continues_text)
-        return head, self._decode(self._pending[at:], self._continues_text or bool(head))
-
-    def _decode(self, token_ids: list[int], continues_text: bool) -> str:
-        return self._tokenizer._decode(token_ids, self._skip_special_tokens, continues_text)
-
-    def _hand_out(self, text: str, num_tokens: int) -> str:
-        del self._pending[:num_tokens]
-        self._continues_text |= bool(text)
-        return text
 
 
 def _read_backend(folder: Path) -> tokenizers.Tokenizer:
