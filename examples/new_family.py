@@ -22,6 +22,13 @@ from paged_jax import LLM, SamplingParams
 from paged_jax.kernels.exact import rounded
 from paged_jax.kernels.norm_rope import expand
 from paged_jax.models.config import Family, ModelConfig
+from paged_jax.models.config_json import (
+    ConfigEntries,
+    read_boolean,
+    read_integer,
+    read_name,
+    read_number,
+)
 from paged_jax.models.families.common import (
     pre_norm,
     read_activation,
@@ -35,13 +42,6 @@ from paged_jax.models.families.common import (
 )
 from paged_jax.models.families.registry import FAMILIES
 from paged_jax.models.layer_spec import LayerSpec
-from paged_jax.models.model_folder import (
-    ConfigEntries,
-    read_boolean,
-    read_integer,
-    read_name,
-    read_number,
-)
 from paged_jax.models.parts.activation import Activation, Ungated, Up
 from paged_jax.models.parts.attention import Attention, HeadNorm
 from paged_jax.models.parts.mlp import Dense

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from paged_jax.models.decoder import Llama
 from paged_jax.models.llama_config import LlamaConfig
-from paged_jax.models.loading.huggingface import save_weights
+from paged_jax.models.loading.saving import save_weights
 
 BOS, EOS = "<s>", "</s>"
 BOS_ID, EOS_ID = 0, 1

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from paged_jax import distributed
-from paged_jax.cache.blocks.inspection import draw_tables
+from paged_jax.cache.blocks.table_drawing import draw_tables
 from paged_jax.cache_map import changes, snapshot
 from paged_jax.command_line import (
     Parser,

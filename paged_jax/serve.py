@@ -31,7 +31,7 @@ from paged_jax.command_line import (
 from paged_jax.engine.engine import Engine
 from paged_jax.formatting import format_bytes
 from paged_jax.models.gguf_file import is_gguf
-from paged_jax.models.model_folder import is_model_name
+from paged_jax.models.hub import is_model_name
 from paged_jax.models.text.reasoning import FORMATS as REASONING_FORMATS
 from paged_jax.monitoring import check_profile_folder
 

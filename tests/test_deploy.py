@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from paged_jax import Engine, bench, serve
-from paged_jax.models.model_folder import is_model_name
+from paged_jax.models.hub import is_model_name
 from paged_jax.server import Service, Settings, create_app
 from tests.support import ROOT
 from tests.support.tiny_model import SIZES

@@ -16,8 +16,8 @@ from paged_jax.engine.pool_size import resolve_kv_dtype
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.gguf_file import GgufFile, is_gguf
+from paged_jax.models.hub import describe_missing_model, find_model
 from paged_jax.models.loading.pretrained import bundled_folder, from_pretrained, read_config
-from paged_jax.models.model_folder import describe_missing_model, find_model
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.tensor_parallel import TensorParallel
 from paged_jax.models.text.generation_config import GenerationConfig

@@ -13,6 +13,7 @@ import jax
 
 from paged_jax.arguments import check_positive, names_arguments
 from paged_jax.formatting import cut, shortened
+from paged_jax.models.config_json import ConfigEntries
 from paged_jax.models.errors import UnsupportedConfigError
 from paged_jax.models.gguf_layout import GgufLayout
 from paged_jax.models.gguf_metadata import GgufMetadata
@@ -26,7 +27,6 @@ from paged_jax.models.layer_groups import (
 )
 from paged_jax.models.layer_spec import LayerSpec
 from paged_jax.models.matrix_formats import is_stacked, matrix_name
-from paged_jax.models.model_folder import ConfigEntries
 from paged_jax.models.parts.norm import Norm
 from paged_jax.models.parts.part import AttentionPart, Parameter, check_factor, matrix
 from paged_jax.models.parts.streams import ResidualStreams

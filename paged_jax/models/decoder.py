@@ -262,7 +262,7 @@ class Decoder(PagedModel):
           ValueError: compressed-tensors has no equivalent of a matrix's format, or transformers
             cannot represent this config.
         """
-        from paged_jax.models.loading.huggingface import save_weights
+        from paged_jax.models.loading.saving import save_weights
 
         save_weights(self, folder)
 

@@ -7,15 +7,15 @@ named in a warning.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from paged_jax.models.errors import UnsupportedConfigError
-from paged_jax.models.layer_groups import FULL
-from paged_jax.models.model_folder import (
+from paged_jax.models.config_json import (
     ConfigEntries,
     as_json,
     read_names,
     read_object,
     warn_of_unknown,
 )
+from paged_jax.models.errors import UnsupportedConfigError
+from paged_jax.models.layer_groups import FULL
 
 # Keys that change the computation, each with the value that has no effect. A config with any other
 # value is rejected, unless its family reads the key.

@@ -10,6 +10,7 @@ from typing import Any
 from paged_jax.arguments import names_arguments
 from paged_jax.models.codecs.quantisation import find_quantisation
 from paged_jax.models.config import Family, ModelConfig, PerLayerTable, check_num_layers
+from paged_jax.models.config_json import ConfigEntries
 from paged_jax.models.errors import UnsupportedConfigError
 from paged_jax.models.families.registry import FAMILIES, find_model_type, text_config
 from paged_jax.models.known_keys import check_unread
@@ -28,7 +29,7 @@ from paged_jax.models.layer_groups import (
     KVShape,
 )
 from paged_jax.models.layer_spec import LayerSpec
-from paged_jax.models.model_folder import ConfigEntries, read_config_json
+from paged_jax.models.model_folder import read_config_json
 from paged_jax.models.parts.activation import Activation, ClampedSwiGLU, SparseGate, Ungated
 from paged_jax.models.parts.attention import Attention, HeadNorm
 from paged_jax.models.parts.experts import SOFTMAX_ROUTER, Experts, Router

@@ -21,7 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paged_jax import Engine, Llama, LlamaConfig, SamplingParams, StructuredOutputsParams, Tokenizer
-from paged_jax.cache.blocks.inspection import draw_tables
+from paged_jax.cache.blocks.table_drawing import draw_tables
 from paged_jax.cache_map import block_text, changes, snapshot
 from paged_jax.engine.beam_search import BeamSearchParams, beam_search
 from paged_jax.kernels import cascade, num_shared_blocks

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from paged_jax import Engine
-from paged_jax.models.model_folder import find_model, is_model_name
+from paged_jax.models.hub import find_model, is_model_name
 from tests.support import ROOT
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -119,7 +119,7 @@ def test_paths_are_not_names(tmp_path, monkeypatch) -> None:
 
 
 def test_named_model_is_downloaded_once_and_then_found_without_the_network(hub, tmp_path) -> None:
-    find = "from paged_jax.models.model_folder import find_model; print(find_model({}))"
+    find = "from paged_jax.models.hub import find_model; print(find_model({}))"
     missing = run(find.format("'org/tiny'"), hub, tmp_path)
     assert not Hub.requested
     error = missing.stderr.splitlines()[-1]
@@ -133,7 +133,7 @@ def test_named_model_is_downloaded_once_and_then_found_without_the_network(hub, 
     assert folder.endswith(f"models--org--tiny/snapshots/{COMMIT}")
     Hub.requested.clear()
     found = run(
-        "from pathlib import Path; from paged_jax.models.model_folder import find_model; "
+        "from pathlib import Path; from paged_jax.models.hub import find_model; "
         "folder = find_model('org/tiny'); print(folder, *sorted(x.name for x in folder.iterdir()))",
         hub,
         tmp_path,
@@ -157,9 +157,7 @@ def test_named_model_is_downloaded_once_and_then_found_without_the_network(hub, 
     ],
 )
 def test_download_says_why_it_fails(hub, tmp_path, name, message) -> None:
-    program = (
-        f"from paged_jax.models.model_folder import find_model; find_model({name!r}, download=True)"
-    )
+    program = f"from paged_jax.models.hub import find_model; find_model({name!r}, download=True)"
     assert run(program, hub, tmp_path).stderr.splitlines()[-1].startswith(message)
 
 

@@ -17,8 +17,9 @@ from paged_jax.models.decoder import Decoder
 from paged_jax.models.errors import WeightsError
 from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading import pretrained, stored_matrices
-from paged_jax.models.loading.huggingface import load_weights, save_weights
+from paged_jax.models.loading.huggingface import load_weights
 from paged_jax.models.loading.parameters import named_arrays
+from paged_jax.models.loading.saving import save_weights
 from tests.support.processes import run_on_devices
 
 _CONFIG = LlamaConfig(

@@ -14,7 +14,7 @@ from paged_jax.models.decoder import Decoder
 from paged_jax.models.errors import WeightsError
 from paged_jax.models.layer_groups import HYBRID, NOTHING, RECURRENT
 from paged_jax.models.llama_config import LlamaConfig, Multipliers
-from paged_jax.models.loading.huggingface import save_weights
+from paged_jax.models.loading.saving import save_weights
 from paged_jax.models.loading.tensor_map import standard_name
 from paged_jax.models.paged_model import create_cache
 from paged_jax.models.parts.attention import Attention

@@ -15,8 +15,8 @@ from paged_jax.models.codecs.mxfp4 import expand_mxfp4
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.errors import WeightsError
 from paged_jax.models.llama_config import LlamaConfig
-from paged_jax.models.loading.huggingface import save_weights
 from paged_jax.models.loading.safetensors_files import find_tensors
+from paged_jax.models.loading.saving import save_weights
 from tests.support.random_model import random_llama
 
 CONFIG = LlamaConfig.from_dict(

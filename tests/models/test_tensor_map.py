@@ -15,7 +15,7 @@ from paged_jax.models.codecs.mxfp4 import MXFP4_BLOCK, MXFP4_BLOCK_BYTES
 from paged_jax.models.codecs.quantisation import combine_quantised, find_quantisation
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.llama_config import LlamaConfig
-from paged_jax.models.loading import conversion, huggingface, stored_matrices
+from paged_jax.models.loading import conversion, huggingface, saving, stored_matrices
 from paged_jax.models.loading.parameters import ModelSpec, named_arrays
 from paged_jax.models.loading.safetensors_files import find_tensors
 from paged_jax.models.loading.stored_tensors import StoredTensor
@@ -222,7 +222,7 @@ def test_partial_and_interleaved_heads_are_permuted(tmp_path):
 
     parameters = named_arrays(model)
     back = {
-        mapping.tensor: huggingface._to_tensor(parameters[name], [mapping])
+        mapping.tensor: saving._to_tensor(parameters[name], [mapping])
         for name in shapes
         for mapping in map_parameter(_MIXED, name)
     }

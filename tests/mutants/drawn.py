@@ -173,10 +173,10 @@ DRAWN = (
     mutant(
         "a freed token has a physical block",
         "cache",
-        "paged_jax.cache.blocks.inspection:locate_token",
+        "paged_jax.cache.blocks.table_drawing:locate_token",
         "physical == tables.num_blocks",
         "physical > tables.num_blocks",
-        "tests/cache/test_inspection.py",
+        "tests/cache/test_table_drawing.py",
     ),
     mutant(
         "other groups publish what the first group already had",

@@ -202,7 +202,7 @@ CONFIGS = (
     mutant(
         "no entry counts as unread",
         "models",
-        "paged_jax.models.model_folder:ConfigEntries.find_unread",
+        "paged_jax.models.config_json:ConfigEntries.find_unread",
         "{key for key, value in self._values.items() if value is not None} - self._keys_read",
         "set()",
         f"{_CONFIG}::test_from_dict_names_entries_that_it_does_not_read",

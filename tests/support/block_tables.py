@@ -11,7 +11,7 @@ import numpy as np
 
 from paged_jax.cache import blocks
 from paged_jax.cache.blocks import BlockTables
-from paged_jax.cache.blocks.inspection import check_pool, require
+from paged_jax.cache.blocks.invariants import check_pool, require
 from paged_jax.cache.blocks.state_tables import StateTables
 from tests.support.block_model import Content
 

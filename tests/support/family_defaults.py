@@ -4,9 +4,9 @@ import json
 from typing import Any
 
 from paged_jax.models.config import DEFAULTS_FILE
+from paged_jax.models.config_json import ConfigEntries
 from paged_jax.models.families.registry import FAMILIES
 from paged_jax.models.layer_groups import FULL, SLIDING
-from paged_jax.models.model_folder import ConfigEntries
 from tests.support.saved_configs import save
 
 # Every file has these keys. Two values of each: what differs between them is no default.

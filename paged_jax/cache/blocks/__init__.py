@@ -33,7 +33,7 @@ The allocator does not access K and V: `reserve` returns the block copies that t
 (see `paged_jax.cache`). Dimension letters are defined in `paged_jax.dims`.
 """
 
-from paged_jax.cache.blocks.inspection import check_invariants
+from paged_jax.cache.blocks.invariants import check_invariants
 from paged_jax.cache.blocks.prefix import attach, forget, publish
 from paged_jax.cache.blocks.reserve import BlockCopies, ReservePlan, commit, plan, reserve, restore
 from paged_jax.cache.blocks.tables import BlockTables, fork, release, reorder, slide, truncate

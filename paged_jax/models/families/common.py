@@ -11,6 +11,18 @@ from typing import Any, TypedDict
 
 from paged_jax.arguments import check_positive, is_int
 from paged_jax.models.config import Family, ModelConfig, check_num_layers
+from paged_jax.models.config_json import (
+    ConfigEntries,
+    as_integer,
+    as_json,
+    read_boolean,
+    read_integer,
+    read_name,
+    read_names,
+    read_number,
+    read_token_ids,
+    write_token_ids,
+)
 from paged_jax.models.errors import UnsupportedConfigError
 from paged_jax.models.families.rope_entries import (
     check_no_query_scale,
@@ -25,18 +37,6 @@ from paged_jax.models.families.rope_entries import (
 )
 from paged_jax.models.layer_groups import FULL, SLIDING
 from paged_jax.models.layer_spec import Kind, LayerSpec
-from paged_jax.models.model_folder import (
-    ConfigEntries,
-    as_integer,
-    as_json,
-    read_boolean,
-    read_integer,
-    read_name,
-    read_names,
-    read_number,
-    read_token_ids,
-    write_token_ids,
-)
 from paged_jax.models.parts.activation import Activation
 from paged_jax.models.parts.attention import MAX_HEAD_DIM, Attention
 from paged_jax.models.parts.mlp import Dense

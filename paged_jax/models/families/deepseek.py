@@ -6,6 +6,7 @@ Kimi K2 is a DeepSeek V3. Other families with latent attention derive from it.
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
+from paged_jax.models.config_json import ConfigEntries, read_boolean, read_name
 from paged_jax.models.errors import UnsupportedConfigError
 from paged_jax.models.families.common import (
     check_only,
@@ -30,11 +31,6 @@ from paged_jax.models.families.latent_entries import (
     read_num_heads,
     write_latent_rope,
     write_latent_sizes,
-)
-from paged_jax.models.model_folder import (
-    ConfigEntries,
-    read_boolean,
-    read_name,
 )
 from paged_jax.models.parts.experts import Experts, Router
 from paged_jax.models.parts.latent import LatentAttention

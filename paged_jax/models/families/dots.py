@@ -3,6 +3,7 @@
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
+from paged_jax.models.config_json import ConfigEntries, read_boolean, read_integer
 from paged_jax.models.families.common import (
     pre_norm,
     read_dense,
@@ -24,7 +25,6 @@ from paged_jax.models.families.expert_entries import (
     write_experts,
 )
 from paged_jax.models.layer_spec import LayerSpec
-from paged_jax.models.model_folder import ConfigEntries, read_boolean, read_integer
 from paged_jax.models.parts.attention import Attention, HeadNorm
 from paged_jax.models.parts.norm import Norm
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
+from paged_jax.models.config_json import ConfigEntries, read_boolean, read_number
 from paged_jax.models.families.common import (
     pre_norm,
     read_dense,
@@ -15,7 +16,6 @@ from paged_jax.models.families.common import (
     write_model,
     write_rope,
 )
-from paged_jax.models.model_folder import ConfigEntries, read_boolean, read_number
 from paged_jax.models.parts.attention import Attention
 from paged_jax.models.parts.mlp import Dense
 from paged_jax.models.parts.norm import Norm

@@ -10,19 +10,10 @@ from typing import Any, NamedTuple, TypedDict
 
 from paged_jax.arguments import check_positive
 from paged_jax.models.config import Family, ModelConfig
+from paged_jax.models.config_json import ConfigEntries, read_integer, read_names, read_number
 from paged_jax.models.errors import UnsupportedConfigError
-from paged_jax.models.families.common import (
-    read_activation,
-    read_layer_indices,
-    read_num_layers,
-)
+from paged_jax.models.families.common import read_activation, read_layer_indices, read_num_layers
 from paged_jax.models.layer_groups import DENSE, SPARSE
-from paged_jax.models.model_folder import (
-    ConfigEntries,
-    read_integer,
-    read_names,
-    read_number,
-)
 from paged_jax.models.parts.activation import Activation
 from paged_jax.models.parts.experts import Experts, Router
 from paged_jax.models.parts.mlp import Dense

@@ -4,6 +4,13 @@ import dataclasses
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
+from paged_jax.models.config_json import (
+    ConfigEntries,
+    read_boolean,
+    read_integer,
+    read_names,
+    read_number,
+)
 from paged_jax.models.errors import UnsupportedConfigError
 from paged_jax.models.families.common import (
     pre_norm,
@@ -27,13 +34,6 @@ from paged_jax.models.families.recurrent_entries import (
     write_mamba,
 )
 from paged_jax.models.layer_groups import HYBRID
-from paged_jax.models.model_folder import (
-    ConfigEntries,
-    read_boolean,
-    read_integer,
-    read_names,
-    read_number,
-)
 from paged_jax.models.parts.attention import Attention
 from paged_jax.models.parts.mlp import Dense
 from paged_jax.models.parts.norm import Norm

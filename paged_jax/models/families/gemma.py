@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
+from paged_jax.models.config_json import ConfigEntries, as_integer, read_boolean, read_integer
 from paged_jax.models.families.common import (
     IMAGE_PREFIXES,
     pre_norm,
@@ -34,12 +35,6 @@ from paged_jax.models.gguf_layout import GgufLayout
 from paged_jax.models.gguf_metadata import GgufMetadata
 from paged_jax.models.layer_groups import FULL, SLIDING
 from paged_jax.models.layer_spec import LayerSpec
-from paged_jax.models.model_folder import (
-    ConfigEntries,
-    as_integer,
-    read_boolean,
-    read_integer,
-)
 from paged_jax.models.parts.activation import Activation
 from paged_jax.models.parts.attention import Attention, HeadNorm
 from paged_jax.models.parts.mlp import Dense

@@ -5,6 +5,7 @@ from typing import Any
 
 from paged_jax.arguments import check_positive, is_int, is_real
 from paged_jax.models.config import Family, ModelConfig, PerLayerTable
+from paged_jax.models.config_json import ConfigEntries, read_boolean, read_integer, read_number
 from paged_jax.models.families.common import (
     IMAGE_PREFIXES,
     read_activation,
@@ -28,12 +29,6 @@ from paged_jax.models.families.gemma import (
     write_sources,
 )
 from paged_jax.models.layer_spec import LayerSpec
-from paged_jax.models.model_folder import (
-    ConfigEntries,
-    read_boolean,
-    read_integer,
-    read_number,
-)
 from paged_jax.models.parts.activation import Activation, SparseGate
 from paged_jax.models.parts.attention import Attention, HeadNorm
 from paged_jax.models.parts.mlp import Dense

@@ -12,6 +12,7 @@ from typing import Any
 
 from paged_jax.arguments import check_positive
 from paged_jax.models.config import Family, ModelConfig, PerLayerTable
+from paged_jax.models.config_json import ConfigEntries, read_boolean, read_integer, read_object
 from paged_jax.models.errors import UnsupportedConfigError
 from paged_jax.models.families.common import (
     IMAGE_PREFIXES,
@@ -50,7 +51,6 @@ from paged_jax.models.gguf_metadata import GgufMetadata
 from paged_jax.models.known_keys import read_layer_changes
 from paged_jax.models.layer_groups import FULL, SLIDING
 from paged_jax.models.layer_spec import LayerSpec
-from paged_jax.models.model_folder import ConfigEntries, read_boolean, read_integer, read_object
 from paged_jax.models.parts.attention import Attention, HeadNorm
 from paged_jax.models.parts.experts import Experts, Router
 from paged_jax.models.parts.mlp import Dense

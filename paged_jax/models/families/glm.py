@@ -6,6 +6,7 @@ Half of each head rotates, and rotated pairs are neighbours.
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
+from paged_jax.models.config_json import ConfigEntries, read_boolean, read_number
 from paged_jax.models.families.common import (
     pre_norm,
     read_dense,
@@ -19,7 +20,6 @@ from paged_jax.models.families.common import (
     write_model,
     write_rope,
 )
-from paged_jax.models.model_folder import ConfigEntries, read_boolean, read_number
 from paged_jax.models.parts.attention import Attention
 from paged_jax.models.parts.mlp import Dense
 from paged_jax.models.parts.norm import Norm

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
+from paged_jax.models.config_json import ConfigEntries, read_boolean, read_integer, read_number
 from paged_jax.models.families.common import (
     find_part,
     pre_norm,
@@ -44,7 +45,6 @@ from paged_jax.models.families.recurrent_entries import (
 from paged_jax.models.gguf_layout import GgufLayout
 from paged_jax.models.gguf_metadata import GgufMetadata
 from paged_jax.models.layer_groups import FULL, RECURRENT
-from paged_jax.models.model_folder import ConfigEntries, read_boolean, read_integer, read_number
 from paged_jax.models.parts.activation import Activation
 from paged_jax.models.parts.attention import Attention
 from paged_jax.models.parts.experts import Experts

@@ -8,6 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
+from paged_jax.models.config_json import (
+    ConfigEntries,
+    read_boolean,
+    read_integer,
+    read_number,
+    read_object,
+    warn_of_unknown,
+)
 from paged_jax.models.families.common import (
     check_only,
     find_part,
@@ -45,14 +53,6 @@ from paged_jax.models.families.recurrent_entries import (
     write_layer_types,
 )
 from paged_jax.models.layer_spec import LayerSpec
-from paged_jax.models.model_folder import (
-    ConfigEntries,
-    read_boolean,
-    read_integer,
-    read_number,
-    read_object,
-    warn_of_unknown,
-)
 from paged_jax.models.parts.activation import Activation
 from paged_jax.models.parts.delta_net import KimiDelta
 from paged_jax.models.parts.experts import Experts

@@ -9,6 +9,7 @@ from typing import Any
 
 from paged_jax.arguments import check_positive
 from paged_jax.models.config import Family
+from paged_jax.models.config_json import ConfigEntries, read_integer, read_number
 from paged_jax.models.families.common import read_length, read_rope_scaling, write_rope
 from paged_jax.models.families.rope_entries import (
     check_no_query_scale,
@@ -17,7 +18,6 @@ from paged_jax.models.families.rope_entries import (
     choose_object,
     yarn_scale,
 )
-from paged_jax.models.model_folder import ConfigEntries, read_integer, read_number
 from paged_jax.models.parts.latent import LatentAttention, LatentSizes
 from paged_jax.models.rope import Rope
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from paged_jax.arguments import check_positive
 from paged_jax.models.config import Family, ModelConfig
+from paged_jax.models.config_json import ConfigEntries, read_boolean, read_integer, read_number
 from paged_jax.models.families.common import (
     find_part,
     pre_norm,
@@ -31,14 +32,10 @@ from paged_jax.models.families.expert_entries import (
     write_mlps,
 )
 from paged_jax.models.families.gguf_entries import read_recurrent_layers
-from paged_jax.models.families.recurrent_entries import (
-    read_layer_types,
-    write_layer_types,
-)
+from paged_jax.models.families.recurrent_entries import read_layer_types, write_layer_types
 from paged_jax.models.gguf_layout import GgufLayout
 from paged_jax.models.gguf_metadata import GgufMetadata
 from paged_jax.models.layer_groups import DENSE, RECURRENT, SPARSE
-from paged_jax.models.model_folder import ConfigEntries, read_boolean, read_integer, read_number
 from paged_jax.models.parts.activation import Activation
 from paged_jax.models.parts.attention import Attention, HeadNorm
 from paged_jax.models.parts.convolution import ShortConvolution

@@ -5,6 +5,13 @@ from typing import Any
 
 from paged_jax.arguments import check_positive
 from paged_jax.models.config import Family, ModelConfig
+from paged_jax.models.config_json import (
+    ConfigEntries,
+    read_boolean,
+    read_integer,
+    read_names,
+    read_number,
+)
 from paged_jax.models.errors import UnsupportedConfigError
 from paged_jax.models.families.common import (
     pre_norm,
@@ -29,13 +36,6 @@ from paged_jax.models.families.expert_entries import (
 )
 from paged_jax.models.layer_groups import CHUNKED, FULL
 from paged_jax.models.layer_spec import LayerSpec
-from paged_jax.models.model_folder import (
-    ConfigEntries,
-    read_boolean,
-    read_integer,
-    read_names,
-    read_number,
-)
 from paged_jax.models.parts.activation import Activation
 from paged_jax.models.parts.attention import Attention, HeadNorm
 from paged_jax.models.parts.experts import Experts, Router

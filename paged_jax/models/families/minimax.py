@@ -4,6 +4,7 @@ from typing import Any
 
 from paged_jax.arguments import check_positive
 from paged_jax.models.config import Family, ModelConfig
+from paged_jax.models.config_json import ConfigEntries, read_number
 from paged_jax.models.families.common import (
     check_only,
     pre_norm,
@@ -25,7 +26,6 @@ from paged_jax.models.families.expert_entries import (
     read_expert_sizes,
     write_expert_sizes,
 )
-from paged_jax.models.model_folder import ConfigEntries, read_number
 from paged_jax.models.parts.activation import Activation
 from paged_jax.models.parts.attention import Attention, HeadNorm
 from paged_jax.models.parts.experts import Experts, Router

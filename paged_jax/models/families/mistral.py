@@ -6,6 +6,7 @@ Files of Mistral's models with images contain such a model.
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
+from paged_jax.models.config_json import ConfigEntries
 from paged_jax.models.families.common import (
     IMAGE_PREFIXES,
     pre_norm,
@@ -23,7 +24,6 @@ from paged_jax.models.families.common import (
     write_rope,
 )
 from paged_jax.models.families.rope_entries import choose_object, read_query_scale
-from paged_jax.models.model_folder import ConfigEntries
 from paged_jax.models.parts.attention import Attention
 from paged_jax.models.parts.mlp import Dense
 from paged_jax.models.parts.norm import Norm

@@ -4,11 +4,11 @@ import dataclasses
 from typing import Any
 
 from paged_jax.models.config import ModelConfig
+from paged_jax.models.config_json import ConfigEntries, read_boolean
 from paged_jax.models.families.common import write_query_scale
 from paged_jax.models.families.deepseek import DeepseekV3
 from paged_jax.models.families.expert_entries import read_experts
 from paged_jax.models.families.rope_entries import choose_object, read_query_scale
-from paged_jax.models.model_folder import ConfigEntries, read_boolean
 from paged_jax.models.parts.experts import Experts, Router
 from paged_jax.models.parts.latent import LatentAttention
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
+from paged_jax.models.config_json import ConfigEntries
 from paged_jax.models.families.common import (
     pre_norm,
     read_activation,
@@ -28,7 +29,6 @@ from paged_jax.models.families.expert_entries import (
 from paged_jax.models.families.gguf_entries import PAIRED_ROWS, check_no_window
 from paged_jax.models.gguf_layout import GgufLayout
 from paged_jax.models.gguf_metadata import GgufMetadata
-from paged_jax.models.model_folder import ConfigEntries
 from paged_jax.models.parts.activation import Activation
 from paged_jax.models.parts.attention import Attention
 from paged_jax.models.parts.experts import Experts

@@ -7,6 +7,13 @@ from typing import Any
 
 from paged_jax.arguments import check_positive
 from paged_jax.models.config import Family, ModelConfig
+from paged_jax.models.config_json import (
+    ConfigEntries,
+    read_boolean,
+    read_integer,
+    read_names,
+    read_number,
+)
 from paged_jax.models.errors import UnsupportedConfigError
 from paged_jax.models.families.common import (
     read_activation,
@@ -29,13 +36,6 @@ from paged_jax.models.families.expert_entries import (
 from paged_jax.models.families.recurrent_entries import name_mamba, read_time_limits
 from paged_jax.models.layer_groups import FULL, RECURRENT
 from paged_jax.models.layer_spec import LayerSpec
-from paged_jax.models.model_folder import (
-    ConfigEntries,
-    read_boolean,
-    read_integer,
-    read_names,
-    read_number,
-)
 from paged_jax.models.parts.activation import Ungated
 from paged_jax.models.parts.attention import Attention
 from paged_jax.models.parts.experts import Experts

@@ -3,6 +3,7 @@
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
+from paged_jax.models.config_json import ConfigEntries, read_boolean
 from paged_jax.models.families.common import (
     post_norm,
     read_dense,
@@ -22,7 +23,6 @@ from paged_jax.models.families.common import (
     write_windows,
 )
 from paged_jax.models.layer_spec import LayerSpec
-from paged_jax.models.model_folder import ConfigEntries, read_boolean
 from paged_jax.models.parts.attention import Attention, HeadNorm
 from paged_jax.models.parts.mlp import Dense
 from paged_jax.models.parts.norm import Norm

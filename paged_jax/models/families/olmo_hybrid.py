@@ -8,6 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
+from paged_jax.models.config_json import (
+    ConfigEntries,
+    read_boolean,
+    read_integer,
+    read_number,
+    read_object,
+)
 from paged_jax.models.families.common import (
     find_part,
     post_norm,
@@ -28,13 +35,6 @@ from paged_jax.models.families.recurrent_entries import (
     read_layer_types,
     write_delta_net,
     write_layer_types,
-)
-from paged_jax.models.model_folder import (
-    ConfigEntries,
-    read_boolean,
-    read_integer,
-    read_number,
-    read_object,
 )
 from paged_jax.models.parts.attention import Attention, HeadNorm
 from paged_jax.models.parts.delta_net import GatedDeltaNet

@@ -3,6 +3,7 @@
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
+from paged_jax.models.config_json import ConfigEntries, read_boolean
 from paged_jax.models.families.common import (
     pre_norm,
     read_activation,
@@ -22,7 +23,6 @@ from paged_jax.models.families.expert_entries import (
     read_expert_sizes,
     write_expert_sizes,
 )
-from paged_jax.models.model_folder import ConfigEntries, read_boolean
 from paged_jax.models.parts.activation import Activation
 from paged_jax.models.parts.attention import Attention, HeadNorm
 from paged_jax.models.parts.experts import Experts

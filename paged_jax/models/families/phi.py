@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
+from paged_jax.models.config_json import ConfigEntries, read_object
 from paged_jax.models.families.common import (
     pre_norm,
     read_dense,
@@ -20,7 +21,6 @@ from paged_jax.models.families.common import (
 )
 from paged_jax.models.gguf_layout import GgufLayout
 from paged_jax.models.gguf_metadata import GgufMetadata
-from paged_jax.models.model_folder import ConfigEntries, read_object
 from paged_jax.models.parts.attention import Attention
 from paged_jax.models.parts.mlp import Dense
 from paged_jax.models.parts.norm import Norm

@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
+from paged_jax.models.config_json import ConfigEntries, read_boolean, read_integer
 from paged_jax.models.families.common import (
     IMAGE_PREFIXES,
     pre_norm,
@@ -25,7 +26,6 @@ from paged_jax.models.families.common import (
 )
 from paged_jax.models.gguf_layout import GgufLayout
 from paged_jax.models.layer_spec import LayerSpec
-from paged_jax.models.model_folder import ConfigEntries, read_boolean, read_integer
 from paged_jax.models.parts.attention import Attention, HeadNorm
 from paged_jax.models.parts.mlp import Dense
 from paged_jax.models.parts.norm import Norm

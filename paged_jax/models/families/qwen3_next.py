@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from paged_jax.models.config import Family, ModelConfig
+from paged_jax.models.config_json import ConfigEntries, read_boolean, read_integer, read_number
 from paged_jax.models.families.common import (
     check_only,
     find_part,
@@ -45,7 +46,6 @@ from paged_jax.models.gguf_layout import GgufLayout, Order
 from paged_jax.models.gguf_metadata import GgufMetadata
 from paged_jax.models.layer_groups import FULL, RECURRENT
 from paged_jax.models.layer_spec import LayerSpec
-from paged_jax.models.model_folder import ConfigEntries, read_boolean, read_integer, read_number
 from paged_jax.models.parts.activation import Activation
 from paged_jax.models.parts.attention import Attention, HeadNorm
 from paged_jax.models.parts.delta_net import GatedDeltaNet

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
+from paged_jax.models.config_json import ConfigEntries, read_boolean, read_integer
 from paged_jax.models.errors import UnsupportedConfigError
 from paged_jax.models.families.common import (
     pre_norm,
@@ -29,7 +30,6 @@ from paged_jax.models.families.expert_entries import (
 )
 from paged_jax.models.gguf_layout import GgufLayout
 from paged_jax.models.gguf_metadata import GgufMetadata
-from paged_jax.models.model_folder import ConfigEntries, read_boolean, read_integer
 from paged_jax.models.parts.activation import Activation
 from paged_jax.models.parts.attention import Attention, HeadNorm
 from paged_jax.models.parts.experts import Experts

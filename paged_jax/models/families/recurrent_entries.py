@@ -8,16 +8,16 @@ from typing import Any
 
 from paged_jax.arguments import check_positive, is_real
 from paged_jax.models.config import ModelConfig
-from paged_jax.models.errors import UnsupportedConfigError
-from paged_jax.models.families.common import read_activation, read_num_layers, read_size
-from paged_jax.models.layer_groups import FULL, RECURRENT
-from paged_jax.models.model_folder import (
+from paged_jax.models.config_json import (
     ConfigEntries,
     read_boolean,
     read_integer,
     read_names,
     read_number,
 )
+from paged_jax.models.errors import UnsupportedConfigError
+from paged_jax.models.families.common import read_activation, read_num_layers, read_size
+from paged_jax.models.layer_groups import FULL, RECURRENT
 from paged_jax.models.parts.delta_net import GatedDeltaNet
 from paged_jax.models.parts.state_space import Mamba2
 

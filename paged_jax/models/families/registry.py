@@ -11,6 +11,7 @@ from typing import Any
 
 from paged_jax.models.codecs.quantisation import QUANTISATION_KEYS
 from paged_jax.models.config import Family
+from paged_jax.models.config_json import read_names
 from paged_jax.models.errors import UnsupportedConfigError
 from paged_jax.models.families.cohere import Cohere, Cohere2
 from paged_jax.models.families.cwm import Cwm
@@ -44,7 +45,6 @@ from paged_jax.models.families.qwen3_next import Qwen3Next, Qwen35, Qwen35Expert
 from paged_jax.models.families.qwen_experts import Qwen2Experts, Qwen3Experts
 from paged_jax.models.families.seed_oss import SeedOss
 from paged_jax.models.families.smollm3 import SmolLM3
-from paged_jax.models.model_folder import read_names
 
 # Families by `model_type`. Programs may add their own families, see examples/new_family.py.
 FAMILIES: dict[str, Family] = {

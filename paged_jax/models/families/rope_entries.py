@@ -9,14 +9,9 @@ from typing import Any
 
 from paged_jax.arguments import is_int, is_real
 from paged_jax.models.config import Family
+from paged_jax.models.config_json import as_integer, read_number, read_object, warn_of_unknown
 from paged_jax.models.errors import UnsupportedConfigError
 from paged_jax.models.layer_groups import ATTENTION_TYPES, FULL, SLIDING
-from paged_jax.models.model_folder import (
-    as_integer,
-    read_number,
-    read_object,
-    warn_of_unknown,
-)
 from paged_jax.models.rope import SCALING_FIELDS, QueryScale, RopeScaling
 
 # Keys of the objects `rope_scaling` and `rope_parameters` that are read, or have no effect.

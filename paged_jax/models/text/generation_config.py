@@ -13,7 +13,8 @@ from typing import Any, Never
 
 from paged_jax.arguments import is_int, is_real
 from paged_jax.formatting import short_repr
-from paged_jax.models.model_folder import as_integer, read_json
+from paged_jax.models.config_json import as_integer
+from paged_jax.models.model_folder import read_json
 from paged_jax.sampling.params import NUMBERS, Number, SamplingParams, TokenBias
 
 FILE_NAME = "generation_config.json"
