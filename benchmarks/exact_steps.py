@@ -3,7 +3,11 @@
     python -m benchmarks.exact_steps --json exact-steps.json
 
 Two engines with the same random weights decode the same sequences. Their dispatches alternate, so
-that both see the same load of the machine. Prompts are measured in the same way.
+that both see the same load of the machine. They plan no dispatch ahead, because it would run while
+the other engine is measured. Prompts are measured in the same way. The default takes about seven
+minutes on two cores. Without the C++ kernels, exact numerics are slow:
+
+    python -m benchmarks.exact_steps --backend xla --sizes 1x512 --rounds 3
 """
 
 import argparse
@@ -25,6 +29,18 @@ from paged_jax import Engine, SamplingParams
 NUMERICS = ("fast", "exact")
 # Numbers of rows, and of tokens in each.
 SIZES = ((1, 512), (16, 512), (16, 2048))
+
+
+def read_size(text: str) -> tuple[int, int]:
+    """Return the number of rows and of tokens, written as 16x512."""
+    num_rows, num_tokens = map(int, text.split("x"))
+    return num_rows, num_tokens
+
+
+def allow_long_sequences(path: Path) -> None:
+    """Raise the maximum length in a `config.json`, which the sizes exceed by the new tokens."""
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"max_position_embeddings": 8192}))
 
 
 def add_requests(engine: Engine, batch_size: int, length: int, max_tokens: int, seed: int) -> None:
@@ -49,8 +65,9 @@ def measure(
     engines = {name: make(numerics=name, max_num_seqs=batch_size) for name in NUMERICS}
     decode: dict[str, list[float]] = {name: [] for name in NUMERICS}
     prompt: dict[str, list[float]] = {name: [] for name in NUMERICS}
-    for engine in engines.values():  # compile
-        add_requests(engine, batch_size, length, 40, seed=0)
+    for engine in engines.values():
+        engine.core.scheduler.lookahead.is_used = False
+        add_requests(engine, 1, length, 1, seed=0)  # compile
         while engine.has_unfinished:
             engine.step()
     for round in range(num_rounds):
@@ -61,11 +78,12 @@ def measure(
                 engine.step()
             prompt[name].append(time.perf_counter() - start)
     for engine in engines.values():
-        add_requests(engine, batch_size, length, 8 * (num_rounds + 6), seed=100)
-        # All prompts are computed when each row has tokens.
-        num_before = engine.stats.num_generated_tokens
-        while engine.stats.num_generated_tokens < num_before + 2 * batch_size:
-            engine.step()
+        # Early rows decode while later rows are still computing their prompts.
+        max_tokens = 8 * (num_rounds + 4) + batch_size * length // 512
+        add_requests(engine, batch_size, length, max_tokens, seed=100)
+        while len(engine.step()) < batch_size:
+            pass
+        engine.step()  # compiles, if no dispatch had all rows before
     for _ in range(num_rounds):
         for name, engine in engines.items():
             start = time.perf_counter()
@@ -80,7 +98,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shape", choices=SHAPES, default="135M")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--backend", choices=("cpu", "xla"), help="default: the best")
-    parser.add_argument("--rounds", type=int, default=9)
+    sizes = " ".join(f"{rows}x{tokens}" for rows, tokens in SIZES)
+    parser.add_argument(
+        "--sizes", type=read_size, nargs="+", default=SIZES, metavar="ROWSxTOKENS",
+        help=f"numbers of rows, and of tokens in each; default: {sizes}",
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args(argv)
     print(f"{'rows':>5}{'tokens':>8}{'dispatch: fast':>16}{'exact':>10}{'ratio':>7}", end="")
@@ -88,7 +111,8 @@ def main(argv: list[str] | None = None) -> int:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         write_random_model(args.shape, folder, args.dtype)
-        for batch_size, length in SIZES:
+        allow_long_sequences(Path(folder, "config.json"))
+        for batch_size, length in args.sizes:
             make = functools.partial(
                 Engine, folder, backend=args.backend, max_model_len=length + 256,
                 num_blocks=batch_size * (length + 256) // 16 + 64, enable_prefix_caching=False,
