@@ -162,7 +162,9 @@ CASES = {
     "qwen35 with equal heads": (
         "qwen35",
         {"model_type": "qwen3_5_text", **_DELTA, "linear_num_value_heads": 2},
-        _DELTA_KEYS | {"ssm.time_step_rank": 2, "ssm.inner_size": 32},
+        _DELTA_KEYS
+        | {"ssm.time_step_rank": 2, "ssm.inner_size": 32}
+        | {"attention.recurrent_layers": [True, True, True, False]},
     ),
     "qwen35moe": (
         "qwen35moe",

@@ -189,12 +189,10 @@ class Qwen35(Family):
             "linear_value_head_dim": metadata.integer("ssm.inner_size") // max(num_heads, 1),
             "linear_conv_kernel_dim": metadata.integer("ssm.conv_kernel"),
         }
+        every = metadata.integer("full_attention_interval", 4)
         is_recurrent = metadata.booleans("attention.recurrent_layers")
         if is_recurrent is None:
-            return {
-                **sizes,
-                "full_attention_interval": metadata.integer("full_attention_interval", 4),
-            }
+            return {**sizes, "full_attention_interval": every}
         return {**sizes, "layer_types": [RECURRENT if each else FULL for each in is_recurrent]}
 
 
