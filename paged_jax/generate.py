@@ -425,9 +425,8 @@ def summarise(llm: LLM) -> str:
 
 
 def _layers(group: LayerGroup) -> str:
-    window = group.sliding_window
     text = f"{len(group.layers)} layers"
-    return text if window is None else f"{text} with a window of {window} tokens"
+    return f"{text} {group.retention.text} tokens" if group.retention.frees else text
 
 
 def _rate(num_tokens: int, seconds: float) -> str:

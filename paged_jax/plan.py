@@ -257,7 +257,7 @@ def _groups(plan: MemoryPlan) -> list[dict[str, Any]]:
             "block_bytes": group.block,
             "most_blocks_of_a_sequence": group.max_blocks_per_slot,
         }
-        for group, size in zip(plan.footprint.groups, sizes, strict=True)
+        for group, size in zip(plan.footprint.token_groups, sizes, strict=False)
     ]
 
 
@@ -328,7 +328,7 @@ def _state_rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
     footprint, num_slots = plan.footprint, plan.sizes.num_slots
     if not footprint.num_states:
         return []
-    num_layers = sum(len(group.layers) for group in plan.config.state_groups)
+    num_layers = sum(g.num_layers for g in footprint.groups if g.retention.is_fixed)
     note = (
         f"of {num_layers} recurrent layers: {num_slots} slots and "
         f"{footprint.num_states - num_slots} snapshots of {format_bytes(footprint.sequence_state)}"
@@ -344,9 +344,10 @@ def _block_rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
     """
     footprint, block_size, kv_dtype = plan.footprint, plan.sizes.block_size, plan.kv_dtype
     rows = []
-    for group, size in zip(footprint.groups, footprint.group_sizes(plan.num_blocks), strict=True):
+    sizes = footprint.group_sizes(plan.num_blocks)
+    for group, size in zip(footprint.token_groups, sizes, strict=False):
         note = f"{size:,} of {block_size} tokens in {kv_dtype}"
-        if group.window is None:
+        if not group.retention.frees:
             note += f": {size * block_size:,} tokens"
         if plan.keeps_less:
             note += f", in {_layers(plan, group)}"
@@ -368,11 +369,10 @@ def _layers(plan: MemoryPlan, group: GroupFootprint) -> str:
 
     If the layers have a sliding window, the text also has the maximum blocks per sequence.
     """
-    layers = f"{group.num_layers} of {plan.config.num_hidden_layers} layers"
-    if group.window is None:
-        return f"{layers} that keep all tokens"
-    most = group.max_blocks_per_slot
-    return f"{layers} with a window of {group.window:,}, at most {most} blocks per sequence"
+    rule, num_layers = group.retention, plan.config.num_hidden_layers
+    text = f"{group.num_layers} of {num_layers} layers {rule.text}"
+    most = f", at most {group.max_blocks_per_slot} blocks per sequence"
+    return text + most if rule.frees else text
 
 
 def _table(plan: MemoryPlan, lengths: list[int], device: DeviceSpec | None) -> Iterator[str]:

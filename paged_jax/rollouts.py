@@ -22,11 +22,7 @@ from jax.typing import ArrayLike, DTypeLike
 from paged_jax.arguments import ArgumentError, check_positive, is_int, names_arguments
 from paged_jax.cache import paged_cache
 from paged_jax.cache.paged_cache import PagedCache
-from paged_jax.cache.sequence_blocks import (
-    max_blocks_in_slot,
-    num_blocks_needed,
-    num_cached_tokens_at,
-)
+from paged_jax.cache.sequence_blocks import num_blocks_needed, num_cached_tokens_at
 from paged_jax.data_axes import map_rows
 from paged_jax.dims import bind
 from paged_jax.formatting import short_repr
@@ -384,8 +380,8 @@ def _max_blocks_in_row(
     This is the number in the first group of layers. That group has the largest window, so it needs
     the most blocks.
     """
-    window, num_cached = model.config.layer_groups[0].sliding_window, num_cached_tokens_at(length)
-    return max_blocks_in_slot(window, num_cached, tokens_per_pass, block_size)
+    rule, num_cached = model.config.layer_groups[0].retention, num_cached_tokens_at(length)
+    return rule.max_in_slot(num_cached, tokens_per_pass, block_size)
 
 
 def _num_blocks(T: int, max_tokens: int, num_samples: int, block_size: int) -> int:

@@ -1,9 +1,18 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Groups of layers in a cache, and lookup of layers and tokens in their pools.
+"""`Group`: the contract of the kinds of cache groups. Its kinds are `CacheGroup` and `StateGroup`.
 
-The layers of a group keep the same tokens. Their pools of K and V have shape ``[L, P, K, C, D]``:
-layer of the group, block, KV head, token in the block, head dimension. A block id refers to the
-same block in every layer of the group, in K and in V.
+A cache has groups of layers that keep the same data of a sequence::
+
+    CacheGroup    K and V of tokens, in blocks. Its `Retention` says which tokens: all of them (full
+                  and latent attention), or those of a sliding window
+    StateGroup    the states of all recurrent layers, in entries: one for each slot, and snapshots
+
+`paged_cache` calls the methods of `Group` for all groups of a cache. So do, through it, the models,
+the scheduler and the programs of the engine. They do not know which kinds there are.
+
+The pools of K and V have shape ``[L, P, K, C, D]``: layer of the group, block, KV head, token in
+the block, head dimension. A block id refers to the same block in every layer of the group, in K and
+in V.
 
 Pools of recurrent states have shape ``[L, P, ...]``: layer, entry, and the shape of a sequence's
 state. The tables in `paged_jax.cache.blocks.state_tables` list the entry of each slot.
@@ -11,23 +20,47 @@ state. The tables in `paged_jax.cache.blocks.state_tables` list the entry of eac
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, cast
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from paged_jax.arguments import check_positive, names_arguments
-from paged_jax.cache.blocks import BlockTables
-from paged_jax.cache.blocks.state_tables import StateTables
-from paged_jax.cache.blocks.tables import describe_use
+from paged_jax.cache import blocks as allocator
+from paged_jax.cache.blocks import BlockCopies, BlockTables, ReservePlan
+from paged_jax.cache.blocks.reserve import (
+    Reservation,
+    begin_reserve,
+    begin_restore,
+    finish_reserve,
+    num_possible,
+)
+from paged_jax.cache.blocks.state_tables import (
+    StateTables,
+    commit_marks,
+    follow_states,
+    forget_states,
+    plan_marks,
+    plan_states,
+    publish_states,
+    release_states,
+    reserve_states,
+    state_interval,
+)
+from paged_jax.cache.blocks.tables import describe_use, shortest_lengths
+from paged_jax.cache.copies import num_values_blocks, read_pools, write_pools
+from paged_jax.cache.retention import Retention
 from paged_jax.dims import bind
 from paged_jax.formatting import cut, integers, shortened
 from paged_jax.kernels.backend import Pools
+from paged_jax.kernels.dispatch import backend_for
 from paged_jax.kernels.kv_dtypes import SCALE_DTYPE, check_pool_dtype
-from paged_jax.kernels.rows import pool_of_zeros
-from paged_jax.kernels.writing import check_num_rows
+from paged_jax.kernels.opaque_call import take_or_fill, without_index_checks
+from paged_jax.kernels.rows import pool_of_zeros, set_rows
+from paged_jax.kernels.writing import check_num_rows, copy_blocks
 
 # One entry per layer of a model: a pair of the index of the layer's group and the index of the
 # layer in that group, or None if the layer belongs to no group.
@@ -36,6 +69,180 @@ LayerPlaces = tuple[tuple[int, int] | None, ...]
 # The pools of a group of recurrent layers. Each pool has shape ``[L, P, ...]``: L layers of the
 # group, P entries, and then the shape of the state of one sequence.
 StatePools = tuple[jax.Array, ...]
+
+
+class Group(Protocol):
+    """A group of layers in a cache: their pools, and tables that say what each slot holds in them.
+
+    Every method is pure, and processes all slots together. Methods return a new group. A cache
+    changes all of its groups or none: it first asks each group whether an operation is possible,
+    and then applies the operation to all groups, with masks (`ok`) instead of branches.
+
+    =====================  ================================================================
+    what a sequence holds  `read`, `write` (swapping); `tables`
+    growth                 `begin_reserve`, `begin_restore`, `finish`; `slide`, `num_possible`,
+                           `plan`, `commit`
+    draft tokens           `max_drafts`, `plan_drafts`, `accept`
+    sharing                `fork`, `reorder`: slots share blocks or states, until one of them
+                           writes and gets a copy
+    when it is freed       `release`, `slide`, `truncate`
+    prefix cache           `forget`, and the tables in `blocks.prefix`
+    cost                   `nbytes`, `num_free`
+    =====================  ================================================================
+
+    Attributes:
+      can_run_out: whether the pool may have too few free blocks for a slot. The first group of a
+        cache always can. If False, `begin_reserve` is always possible.
+      takes_tiles: whether several rows of a program may append tokens to the same slot.
+    """
+
+    can_run_out: ClassVar[bool]
+    takes_tiles: ClassVar[bool]
+
+    @property
+    def tables(self) -> Any:
+        """Arrays with what each slot holds, and with the free part of the pools."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pools, without the tables, which are small."""
+        ...
+
+    @property
+    def num_free(self) -> jax.Array:
+        """Number of blocks or entries that no slot holds, i32[]; cached ones are free."""
+        ...
+
+    @property
+    def carry(self) -> tuple[Any, ...]:
+        """The pools, in the form in which loops over layers carry them."""
+        ...
+
+    def replace_carry(self, pools: Sequence[Any]) -> Self:
+        """Return the group with other pools."""
+        ...
+
+    def begin_reserve(self, num_tokens: jax.Array, *, max_tokens: int) -> "Begun":
+        """Prepare the reservation of `num_tokens` i32[S] tokens, see `blocks.reserve`."""
+        ...
+
+    def begin_restore(self, num_tokens: jax.Array, *, max_tokens: int) -> "Begun":
+        """Prepare a reservation for tokens that `write` will fill in, see `blocks.restore`."""
+        ...
+
+    def finish(self, begun: "Begun", ok: jax.Array, backend: str | None) -> Self:
+        """Apply a reservation if `ok` bool[], and copy blocks that are shared and written to."""
+        ...
+
+    def slide(self, limits: jax.Array) -> Self:
+        """Free what slots with a limit above 0 do not need any more; see `blocks.slide`."""
+        ...
+
+    def num_possible(self, limits: jax.Array, *, max_tokens: int) -> jax.Array:
+        """Return how many tokens each slot can get, see `blocks.reserve.num_possible`.
+
+        It is called only if the group can run out.
+        """
+        ...
+
+    def plan(
+        self,
+        limits: jax.Array,
+        most: jax.Array,
+        *,
+        max_tokens: int,
+        lengths: jax.Array,
+        backend: str | None,
+    ) -> tuple[Self, Any]:
+        """Choose where the next tokens go, see `blocks.plan`; `lengths` are the current ones.
+
+        The group has room for `most` tokens per slot, if it can run out.
+        """
+        ...
+
+    def commit(self, planned: Any, lengths: jax.Array) -> Self:
+        """Allocate what was used of a plan, see `blocks.commit`."""
+        ...
+
+    def max_drafts(self, lengths: jax.Array) -> jax.Array | None:
+        """Return the maximum number of draft tokens in slots of these lengths; None for any."""
+        ...
+
+    def plan_drafts(self, is_writer: jax.Array, lengths: jax.Array) -> Self:
+        """Prepare the verification of draft tokens after `finish`; `lengths` are those before."""
+        ...
+
+    def accept(self, lengths: jax.Array, *, max_tokens: int) -> Self:
+        """Remove rejected draft tokens, at most `max_tokens`: slots get `lengths` i32[S]."""
+        ...
+
+    def fork(self, parents: jax.Array, ok: jax.Array | None) -> tuple[Self, jax.Array]:
+        """Make empty slots copies of other slots, see `blocks.fork`.
+
+        `ok`, bool[], is the result of the first group; None for the first group.
+        """
+        ...
+
+    def reorder(self, parents: jax.Array, ok: jax.Array | None) -> tuple[Self, jax.Array]:
+        """Replace slots by copies of other slots, see `blocks.reorder` and `fork`."""
+        ...
+
+    def release(self, mask: jax.Array) -> Self:
+        """Empty slots, see `blocks.release`."""
+        ...
+
+    def shortest_lengths(self) -> jax.Array | None:
+        """Return the smallest lengths to which slots can be truncated, i32[S]; None for any.
+
+        Raises:
+          ValueError: slots cannot be truncated.
+        """
+        ...
+
+    def truncate(self, lengths: jax.Array, *, max_tokens: int) -> Self:
+        """Shorten slots, see `blocks.truncate`."""
+        ...
+
+    def publish_snapshots(
+        self,
+        is_snapshot: jax.Array,
+        slots: jax.Array,
+        columns: jax.Array,
+        digests: jax.Array,
+        token_ids: jax.Array,
+        lengths: jax.Array,
+    ) -> Self:
+        """Publish what no block of tokens contains, at the ends of the blocks in `is_snapshot`.
+
+        `lengths` are those of the slots; see `blocks.publish` for the other arguments. The blocks
+        of tokens of all groups are published together, see `blocks.prefix.publish_groups`.
+        """
+        ...
+
+    def forget(self) -> Self:
+        """Remove everything from the prefix cache, see `blocks.forget`."""
+        ...
+
+    def read(self, slot: ArrayLike, first: ArrayLike, width: int) -> Any:
+        """Copy `width` blocks of a slot out of the pools, see `contents.read_blocks`."""
+        ...
+
+    def write(self, slot: ArrayLike, first: ArrayLike, values: Any) -> Self:
+        """Overwrite blocks of a slot with a result of `read`, see `contents.write_blocks`."""
+        ...
+
+
+class Begun(NamedTuple):
+    """A prepared reservation of a group, which `Group.finish` applies.
+
+    Attributes:
+      is_possible: bool[], whether the group has enough free blocks; None if it always has.
+      changes: what to apply, known only to the group.
+    """
+
+    is_possible: jax.Array | None
+    changes: Any
 
 
 @jax.tree_util.register_dataclass
@@ -52,6 +259,9 @@ class CacheGroup:
 
     pools: Pools
     tables: BlockTables
+
+    can_run_out: ClassVar[bool] = True
+    takes_tiles: ClassVar[bool] = True
 
     def __repr__(self) -> str:
         use, shape = describe_use(self.tables), getattr(self.pools.k, "shape", ())
@@ -76,7 +286,7 @@ class CacheGroup:
         num_slots: int,
         max_blocks_per_slot: int,
         dtype: DTypeLike = jnp.float32,
-        window: int | None = None,
+        window: int | Retention | None = None,
     ) -> "CacheGroup":
         """Return a group with empty slots and zeroed pools.
 
@@ -93,7 +303,7 @@ class CacheGroup:
           dtype: dtype of K and V. int8 and the other dtypes of `kv_dtypes.QUANTISED` quantise them
             with one float32 scale per token and head, which costs ``4 / D`` bytes per element.
           window: sliding window of the layers, in tokens. Slots free the blocks that no later token
-            attends to, see `BlockTables`. None keeps all tokens.
+            attends to, see `BlockTables`. None keeps all tokens. Other rules are a `Retention`.
 
         Raises:
           ValueError: a size is not a positive integer, the pools have more rows than int32 can
@@ -157,6 +367,151 @@ class CacheGroup:
         """Bytes of the pools and their scales, without the tables, which are small."""
         return sum(array.nbytes for array in self.pools if array is not None)
 
+    # The methods of `Group`
+
+    @property
+    def num_free(self) -> jax.Array:
+        """Number of free blocks, i32[]."""
+        return self.tables.pool.num_free
+
+    @property
+    def carry(self) -> tuple[Pools]:
+        """The pools, as a tuple of one `Pools`."""
+        return (self.pools,)
+
+    def replace_carry(self, pools: Sequence[Any]) -> "CacheGroup":
+        """See `Group`."""
+        [own] = pools
+        return replace(self, pools=own)
+
+    def begin_reserve(self, num_tokens: jax.Array, *, max_tokens: int) -> Begun:
+        """See `Group`."""
+        changes = begin_reserve(self.tables, num_tokens, max_tokens=max_tokens)
+        return Begun(changes.is_possible, changes)
+
+    def begin_restore(self, num_tokens: jax.Array, *, max_tokens: int) -> Begun:
+        """See `Group`."""
+        changes = begin_restore(self.tables, num_tokens, max_tokens=max_tokens)
+        return Begun(changes.is_possible, changes)
+
+    def finish(self, begun: Begun, ok: jax.Array, backend: str | None) -> "CacheGroup":
+        """See `Group`."""
+        tables, copies, _ = finish_reserve(cast(Reservation, begun.changes), ok)
+        return replace(self._copy(copies, backend), tables=tables)
+
+    def _copy(self, copies: BlockCopies, backend: str | None) -> "CacheGroup":
+        """Copy the contents of the blocks in `copies`, in all layers."""
+        pools = copy_blocks(
+            self.pools.k, self.pools.v, copies.source, copies.target,
+            k_scale=self.pools.k_scale, v_scale=self.pools.v_scale,
+            backend=backend_for("copy_blocks", backend),
+        )  # fmt: skip
+        return self.replace_pools(pools)
+
+    def slide(self, limits: jax.Array) -> "CacheGroup":
+        """See `Group`."""
+        if not self.tables.retention.frees:
+            return self
+        return replace(self, tables=allocator.slide(self.tables, limits > 0))
+
+    def num_possible(self, limits: jax.Array, *, max_tokens: int) -> jax.Array:
+        """See `Group`."""
+        return num_possible(self.tables, limits, max_tokens=max_tokens)
+
+    def plan(
+        self,
+        limits: jax.Array,
+        most: jax.Array,
+        *,
+        max_tokens: int,
+        lengths: jax.Array,
+        backend: str | None,
+    ) -> tuple["CacheGroup", ReservePlan]:
+        """See `Group`."""
+        planned = allocator.plan(self.tables, limits, most, max_tokens=max_tokens)
+        return self._copy(planned.copies, backend), planned
+
+    def commit(self, planned: ReservePlan, lengths: jax.Array) -> "CacheGroup":
+        """See `Group`."""
+        return replace(self, tables=allocator.commit(self.tables, planned, lengths))
+
+    def max_drafts(self, lengths: jax.Array) -> None:
+        """See `Group`."""
+        return None
+
+    def plan_drafts(self, is_writer: jax.Array, lengths: jax.Array) -> "CacheGroup":
+        """See `Group`."""
+        return self
+
+    def accept(self, lengths: jax.Array, *, max_tokens: int) -> "CacheGroup":
+        """See `Group`."""
+        return self.truncate(lengths, max_tokens=max_tokens) if max_tokens else self
+
+    def fork(self, parents: jax.Array, ok: jax.Array | None) -> tuple["CacheGroup", jax.Array]:
+        """See `Group`."""
+        # The result depends only on slots and lengths, which are the same in all groups.
+        tables, ok = allocator.fork(self.tables, parents)
+        return replace(self, tables=tables), ok
+
+    def reorder(self, parents: jax.Array, ok: jax.Array | None) -> tuple["CacheGroup", jax.Array]:
+        """See `Group`."""
+        tables, ok = allocator.reorder(self.tables, parents)
+        return replace(self, tables=tables), ok
+
+    def release(self, mask: jax.Array) -> "CacheGroup":
+        """See `Group`."""
+        return replace(self, tables=allocator.release(self.tables, mask))
+
+    def shortest_lengths(self) -> jax.Array | None:
+        """See `Group`."""
+        shortest = shortest_lengths(self.tables)
+        return None if isinstance(shortest, int) else shortest
+
+    def truncate(self, lengths: jax.Array, *, max_tokens: int) -> "CacheGroup":
+        """See `Group`."""
+        tables = allocator.truncate(self.tables, lengths, max_tokens=max_tokens)
+        return replace(self, tables=tables)
+
+    def publish_snapshots(
+        self,
+        is_snapshot: jax.Array,
+        slots: jax.Array,
+        columns: jax.Array,
+        digests: jax.Array,
+        token_ids: jax.Array,
+        lengths: jax.Array,
+    ) -> "CacheGroup":
+        """See `Group`."""
+        return self
+
+    def forget(self) -> "CacheGroup":
+        """See `Group`."""
+        return replace(self, tables=allocator.forget(self.tables))
+
+    def read(self, slot: ArrayLike, first: ArrayLike, width: int) -> Pools:
+        """See `Group`."""
+        return read_pools(self.pools, _held_blocks(self.tables, slot, first, width))
+
+    def write(self, slot: ArrayLike, first: ArrayLike, values: Pools) -> "CacheGroup":
+        """See `Group`."""
+        width = num_values_blocks(self.pools, values)
+        blocks = _held_blocks(self.tables, slot, first, width)
+        return replace(self, pools=write_pools(self.pools, blocks, values))
+
+
+@partial(without_index_checks, static_argnums=(3,))
+def _held_blocks(tables: BlockTables, slot: ArrayLike, first: ArrayLike, width: int) -> jax.Array:
+    """Return the ids of the blocks that `read` copies, i32[width]; P for no block."""
+    columns = jnp.asarray(first, jnp.int32) + jnp.arange(width, dtype=jnp.int32)
+    rule = tables.retention
+    if rule.frees:
+        length = tables.lengths.at[jnp.asarray(slot, jnp.int32)].get(mode="fill", fill_value=0)
+        size = tables.block_size
+        columns = rule.kept_column(columns, rule.cursor(length, size), size)
+    return tables.block_tables.at[jnp.asarray(slot, jnp.int32), columns].get(
+        mode="fill", fill_value=tables.num_blocks, wrap_negative_indices=False
+    )
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -176,6 +531,10 @@ class StateGroup:
     pools: tuple[StatePools, ...]
     tables: StateTables
     layers: LayerPlaces = field(metadata={"static": True})
+
+    can_run_out: ClassVar[bool] = False
+    # Several rows would advance the same state at the same time.
+    takes_tiles: ClassVar[bool] = False
 
     def __repr__(self) -> str:
         entries = integers(self.tables.pool.num_free, 0)
@@ -231,6 +590,152 @@ class StateGroup:
     def nbytes(self) -> int:
         """Bytes of the pools, without the tables, which are small."""
         return sum(array.nbytes for arrays in self.pools for array in arrays)
+
+    # The methods of `Group`
+
+    @property
+    def num_free(self) -> jax.Array:
+        """Number of free entries, i32[]."""
+        return self.tables.pool.num_free
+
+    @property
+    def carry(self) -> tuple[StatePools, ...]:
+        """The pools of each group of recurrent layers."""
+        return self.pools
+
+    def replace_carry(self, pools: Sequence[Any]) -> "StateGroup":
+        """See `Group`."""
+        return replace(self, pools=tuple(pools))
+
+    def begin_reserve(self, num_tokens: jax.Array, *, max_tokens: int) -> Begun:
+        """See `Group`."""
+        return Begun(None, jnp.asarray(num_tokens) > 0)
+
+    begin_restore = begin_reserve
+
+    def finish(self, begun: Begun, ok: jax.Array, backend: str | None) -> "StateGroup":
+        """See `Group`."""
+        return replace(self, tables=reserve_states(self.tables, begun.changes & ok))
+
+    def slide(self, limits: jax.Array) -> "StateGroup":
+        """See `Group`."""
+        return self
+
+    def num_possible(self, limits: jax.Array, *, max_tokens: int) -> jax.Array:
+        """See `Group`."""
+        raise NotImplementedError
+
+    def plan(
+        self,
+        limits: jax.Array,
+        most: jax.Array,
+        *,
+        max_tokens: int,
+        lengths: jax.Array,
+        backend: str | None,
+    ) -> tuple["StateGroup", None]:
+        """See `Group`."""
+        is_writer = (limits > 0) & (most > 0)
+        return replace(self, tables=plan_states(self.tables, is_writer, lengths, most)), None
+
+    def commit(self, planned: None, lengths: jax.Array) -> "StateGroup":
+        """See `Group`."""
+        return replace(self, tables=commit_marks(self.tables, lengths))
+
+    def max_drafts(self, lengths: jax.Array) -> jax.Array:
+        """See `Group`."""
+        # Stop at the next multiple of the interval, so that the next program can save the state
+        # there as a mark.
+        interval = state_interval(self._block_size)
+        return interval - 1 - lengths % interval
+
+    def plan_drafts(self, is_writer: jax.Array, lengths: jax.Array) -> "StateGroup":
+        """See `Group`."""
+        # All draft tokens are appended at once, so only the state before them can become a mark.
+        return replace(self, tables=plan_marks(self.tables, is_writer, lengths, 1))
+
+    def accept(self, lengths: jax.Array, *, max_tokens: int) -> "StateGroup":
+        """See `Group`."""
+        # There is nothing to remove: states only cover accepted tokens.
+        return replace(self, tables=commit_marks(self.tables, lengths))
+
+    def fork(self, parents: jax.Array, ok: jax.Array | None) -> tuple["StateGroup", jax.Array]:
+        """See `Group`."""
+        assert ok is not None
+        return replace(self, tables=follow_states(self.tables, parents, ok)), ok
+
+    reorder = fork
+
+    def release(self, mask: jax.Array) -> "StateGroup":
+        """See `Group`."""
+        return replace(self, tables=release_states(self.tables, mask))
+
+    def shortest_lengths(self) -> None:
+        """See `Group`."""
+        raise ValueError(
+            "truncate: cache must have no states of recurrent layers. Every new token overwrites "
+            "these states, so the cache cannot return to an earlier length. Fork the slot before "
+            "you append tokens that you may want to remove."
+        )
+
+    def truncate(self, lengths: jax.Array, *, max_tokens: int) -> "StateGroup":
+        """See `Group`."""
+        raise NotImplementedError
+
+    def publish_snapshots(
+        self,
+        is_snapshot: jax.Array,
+        slots: jax.Array,
+        columns: jax.Array,
+        digests: jax.Array,
+        token_ids: jax.Array,
+        lengths: jax.Array,
+    ) -> "StateGroup":
+        """See `Group`."""
+        ends = (columns + 1) * self._block_size
+        new = slots, is_snapshot, digests, token_ids, ends, lengths
+        return replace(self, tables=publish_states(self.tables, *new))
+
+    def forget(self) -> "StateGroup":
+        """See `Group`."""
+        return replace(self, tables=forget_states(self.tables))
+
+    def read(self, slot: ArrayLike, first: ArrayLike, width: int) -> tuple[StatePools, ...]:
+        """Copy the state of a slot out of the pools, as pools with one entry; zeros if it is empty.
+
+        `first` and `width` are not used, because a slot holds one entry.
+        """
+        entry = self._entry_of(slot)
+        is_held = entry < self.num_entries
+        index = jnp.where(is_held, entry, 0)
+
+        def read(pool: jax.Array) -> jax.Array:
+            state = jax.lax.dynamic_slice_in_dim(pool, index, 1, 1)
+            return jnp.where(is_held, state, 0)
+
+        return jax.tree.map(read, self.pools)
+
+    def write(
+        self, slot: ArrayLike, first: ArrayLike, values: tuple[StatePools, ...]
+    ) -> "StateGroup":
+        """Overwrite the state of a slot with the result of `read`; an empty slot stays empty."""
+        entry = self._entry_of(slot)
+
+        def write(pool: jax.Array, new: jax.Array) -> jax.Array:
+            L, P, *_ = pool.shape
+            layers = jnp.arange(L, dtype=jnp.int32)
+            rows = jnp.where(entry < P, layers * P + entry, L * P + layers)
+            return set_rows(pool, rows, new[:, 0])
+
+        return replace(self, pools=jax.tree.map(write, self.pools, values))
+
+    @property
+    def _block_size(self) -> int:
+        return self.tables.pool.token_ids.shape[1]
+
+    def _entry_of(self, slot: ArrayLike) -> jax.Array:
+        slot = jnp.asarray(slot, jnp.int32)
+        return take_or_fill(self.tables.entries, slot, fill_value=self.num_entries)
 
 
 def find_layer(layers: LayerPlaces, layer: Any) -> tuple[int, Any]:

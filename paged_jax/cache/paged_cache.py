@@ -41,32 +41,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from paged_jax.arguments import names_arguments
-from paged_jax.cache import blocks as allocator
-from paged_jax.cache.blocks import BlockCopies, BlockTables, ReservePlan
+from paged_jax.cache.blocks import BlockTables
 from paged_jax.cache.blocks.prefix import attach_groups, publish_groups
-from paged_jax.cache.blocks.reserve import (
-    Reservation,
-    begin_reserve,
-    begin_restore,
-    finish_reserve,
-    num_possible,
-)
-from paged_jax.cache.blocks.state_tables import (
-    StateTables,
-    commit_marks,
-    follow_states,
-    forget_states,
-    plan_states,
-    publish_states,
-    release_states,
-    reserve_states,
-)
-from paged_jax.cache.blocks.tables import shortest_lengths
-from paged_jax.cache.groups import CacheGroup, LayerPlaces, StateGroup, StatePools
+from paged_jax.cache.groups import Begun, CacheGroup, Group, LayerPlaces, StateGroup, StatePools
+from paged_jax.cache.retention import Retention
 from paged_jax.formatting import cut
 from paged_jax.kernels.backend import Pools
-from paged_jax.kernels.dispatch import backend_for
-from paged_jax.kernels.writing import copy_blocks
 
 
 @jax.tree_util.register_dataclass
@@ -127,7 +107,7 @@ class PagedCache:
         num_slots: int,
         max_blocks_per_slot: int,
         dtype: DTypeLike = jnp.float32,
-        window: int | None = None,
+        window: int | Retention | None = None,
     ) -> "PagedCache":
         """Return a cache with one group for all layers: empty slots and zeroed pools.
 
@@ -153,12 +133,9 @@ class PagedCache:
 
     def replace_group_pools(self, pools: Sequence[Any]) -> "PagedCache":
         """Return a copy of the cache with all pools replaced, in the order of `group_pools`."""
-        count, states = len(self.groups), self.states
-        groups = zip(self.groups, pools[:count], strict=True)
-        if states is not None:
-            states = replace(states, pools=tuple(pools[count:]))
-        return replace(
-            self, groups=tuple(group.replace_pools(new) for group, new in groups), states=states
+        rest = iter(pools)
+        return self.replace_groups(
+            group.replace_carry([next(rest) for _ in group.carry]) for group in self.all_groups
         )
 
     def replace_tables(self, tables: Iterable[BlockTables]) -> "PagedCache":
@@ -166,24 +143,16 @@ class PagedCache:
         groups = zip(self.groups, tables, strict=True)
         return replace(self, groups=tuple(replace(group, tables=new) for group, new in groups))
 
-    def replace_states(
-        self, update: Callable[..., StateTables], *args: Any, **options: Any
-    ) -> "PagedCache":
-        """Return a copy of the cache with new tables of the recurrent states.
-
-        The new tables are ``update(old_tables, *args, **options)``. A cache without states is
-        returned unchanged.
-        """
-        if self.states is None:
-            return self
-        tables = update(self.states.tables, *args, **options)
-        return replace(self, states=replace(self.states, tables=tables))
+    def replace_groups(self, groups: Iterable[Any]) -> "PagedCache":
+        """Return a copy of the cache with other groups, in the order of `all_groups`."""
+        new, count = tuple(groups), len(self.groups)
+        states = self.states if self.states is None else new[count]
+        return replace(self, groups=new[:count], states=states)
 
     @property
     def group_pools(self) -> tuple[Pools | StatePools, ...]:
         """The pools of all attention groups, then of all recurrent groups, as a loop carry."""
-        states = () if self.states is None else self.states.pools
-        return *(group.pools for group in self.groups), *states
+        return tuple(pools for group in self.all_groups for pools in group.carry)
 
     @property
     def tables(self) -> BlockTables:
@@ -203,7 +172,7 @@ class PagedCache:
     @property
     def num_free_blocks(self) -> tuple[jax.Array, ...]:
         """Number of free blocks in each group, then of free state entries, if any; i32[] each."""
-        return tuple(group.tables.pool.num_free for group in self.all_groups)
+        return tuple(group.num_free for group in self.all_groups)
 
     @property
     def num_layers(self) -> int:
@@ -231,7 +200,7 @@ class PagedCache:
         return sum(group.nbytes for group in self.all_groups)
 
     @property
-    def all_groups(self) -> tuple[CacheGroup | StateGroup, ...]:
+    def all_groups(self) -> tuple[Group, ...]:
         """The groups of attention layers, then the states of recurrent layers, if any."""
         return self.groups if self.states is None else (*self.groups, self.states)
 
@@ -308,8 +277,8 @@ def reserve(
     Raises:
       ValueError: `num_tokens` is not i32[S] or `max_tokens` is not a positive integer.
     """
-    begun = [begin_reserve(x.tables, num_tokens, max_tokens=max_tokens) for x in cache.groups]
-    return _finish(cache, begun, num_tokens, backend)
+    begun = [group.begin_reserve(num_tokens, max_tokens=max_tokens) for group in cache.all_groups]
+    return _finish(cache, begun, backend)
 
 
 def restore(
@@ -321,13 +290,13 @@ def restore(
     only the blocks inside the window. `num_tokens` i32[S] is the number of tokens of each slot; 0
     leaves a slot unchanged. See `reserve` for the other arguments and the result.
     """
-    begun = [begin_restore(x.tables, num_tokens, max_tokens=max_tokens) for x in cache.groups]
-    return _finish(cache, begun, num_tokens, backend)
+    begun = [group.begin_restore(num_tokens, max_tokens=max_tokens) for group in cache.all_groups]
+    return _finish(cache, begun, backend)
 
 
 def plan(
     cache: PagedCache, limits: jax.Array, most: jax.Array, *, max_tokens: int, backend: str | None
-) -> tuple[PagedCache, tuple[ReservePlan, ...]]:
+) -> tuple[PagedCache, tuple[Any, ...]]:
     """Choose blocks for new tokens in all groups, and copy shared blocks that are written to.
 
     See `paged_jax.blocks.plan` for `limits`, `most` and `max_tokens`, and `reserve` for `backend`.
@@ -336,79 +305,102 @@ def plan(
     write. The next operation on the tables must be `commit`.
 
     Returns:
-      `(cache, plans)`, with a `ReservePlan` per group. All plans have the same `num_tokens`.
+      `(cache, plans)`, with the plan of each group: a `ReservePlan`, or None for recurrent layers,
+      whose tables contain the plan. All plans have the same `num_tokens`.
     """
-    groups = [_slide(group, limits) for group in cache.groups]
-    if len(groups) > 1:
-        counts = [num_possible(g.tables, limits, max_tokens=max_tokens) for g in groups]
+    groups = [group.slide(limits) for group in cache.all_groups]
+    if sum(group.can_run_out for group in groups) > 1:
+        counts = [g.num_possible(limits, max_tokens=max_tokens) for g in groups if g.can_run_out]
         most = functools.reduce(jnp.minimum, counts, jnp.asarray(most, jnp.int32))
-    planned = [allocator.plan(g.tables, limits, most, max_tokens=max_tokens) for g in groups]
-    copied = [_copy(g, each.copies, backend) for g, each in zip(groups, planned, strict=True)]
-    count = planned[0].num_tokens
-    cache = cache.replace_states(plan_states, (limits > 0) & (count > 0), cache.lengths, count)
-    return replace(cache, groups=tuple(copied)), tuple(planned)
+    planned: list[Any] = []
+    for index, group in enumerate(groups):
+        groups[index], plan = group.plan(
+            limits, most, max_tokens=max_tokens, lengths=cache.lengths, backend=backend
+        )
+        planned.append(plan)
+        most = planned[0].num_tokens
+    return cache.replace_groups(groups), tuple(planned)
 
 
-def commit(cache: PagedCache, planned: Sequence[ReservePlan], lengths: jax.Array) -> PagedCache:
+def commit(cache: PagedCache, planned: Sequence[Any], lengths: jax.Array) -> PagedCache:
     """Allocate the planned blocks that were used, and set the lengths of slots to `lengths`.
 
     `lengths` is i32[S]; see `paged_jax.blocks.commit`.
     """
-    pairs = zip(cache.groups, planned, strict=True)
-    cache = cache.replace_states(commit_marks, lengths)
-    return cache.replace_tables(allocator.commit(g.tables, each, lengths) for g, each in pairs)
-
-
-def _slide(group: CacheGroup, limits: jax.Array) -> CacheGroup:
-    if group.tables.window is None:
-        return group
-    return replace(group, tables=allocator.slide(group.tables, limits > 0))
+    pairs = zip(cache.all_groups, planned, strict=True)
+    return cache.replace_groups(group.commit(plan, lengths) for group, plan in pairs)
 
 
 def _finish(
-    cache: PagedCache, begun: Sequence[Reservation], num_tokens: jax.Array, backend: str | None
+    cache: PagedCache, begun: Sequence[Begun], backend: str | None
 ) -> tuple[PagedCache, jax.Array]:
     """Apply the reservations of all groups and copy their blocks, if all are possible."""
-    ok = functools.reduce(lambda a, b: a & b, [each.is_possible for each in begun])
-    groups: list[CacheGroup] = []
-    for group, reservation in zip(cache.groups, begun, strict=True):
-        tables, copies, _ = finish_reserve(reservation, ok)
-        groups.append(replace(_copy(group, copies, backend), tables=tables))
-    cache = cache.replace_states(reserve_states, (jnp.asarray(num_tokens) > 0) & ok)
-    return replace(cache, groups=tuple(groups)), ok
+    possible = [each.is_possible for each in begun if each.is_possible is not None]
+    ok = functools.reduce(lambda a, b: a & b, possible)
+    pairs = zip(cache.all_groups, begun, strict=True)
+    return cache.replace_groups(group.finish(each, ok, backend) for group, each in pairs), ok
 
 
-def _copy(group: CacheGroup, copies: BlockCopies, backend: str | None) -> CacheGroup:
-    """Copy the contents of the blocks in `copies`, in all layers of a group."""
-    pools = group.pools
-    pools = copy_blocks(
-        pools.k, pools.v, copies.source, copies.target,
-        k_scale=pools.k_scale, v_scale=pools.v_scale,
-        backend=backend_for("copy_blocks", backend),
-    )  # fmt: skip
-    return group.replace_pools(pools)
+def max_drafts(cache: PagedCache, lengths: jax.Array, most: jax.Array) -> jax.Array:
+    """Return the number of draft tokens that slots of these lengths can verify, at most `most`.
+
+    All arguments are i32[B] or, for `most`, a number.
+    """
+    limits = [group.max_drafts(lengths) for group in cache.all_groups]
+    return functools.reduce(jnp.minimum, [limit for limit in limits if limit is not None], most)
+
+
+def plan_drafts(cache: PagedCache, is_writer: jax.Array, lengths: jax.Array) -> PagedCache:
+    """Prepare the verification of draft tokens, directly after `reserve`.
+
+    Args:
+      cache: the cache; may be donated.
+      is_writer: bool[S], whether each slot gets tokens.
+      lengths: i32[S], the lengths of the slots before `reserve`.
+    """
+    return cache.replace_groups(group.plan_drafts(is_writer, lengths) for group in cache.all_groups)
+
+
+def accept_drafts(cache: PagedCache, lengths: jax.Array, *, max_tokens: int) -> PagedCache:
+    """Remove rejected draft tokens, so that slots have `lengths` i32[S].
+
+    Args:
+      cache: the cache after verification; may be donated.
+      lengths: the lengths with the accepted tokens.
+      max_tokens: upper bound on the number of rejected tokens of a slot (static).
+    """
+    return cache.replace_groups(
+        group.accept(lengths, max_tokens=max_tokens) for group in cache.all_groups
+    )
 
 
 def fork(cache: PagedCache, parents: jax.Array) -> tuple[PagedCache, jax.Array]:
     """Make empty slots copies of other slots by sharing blocks; see `paged_jax.blocks.fork`."""
-    done = [allocator.fork(group.tables, parents) for group in cache.groups]
-    # `done[0][1]` is the `ok` of the first group. All groups return the same `ok`, because it
-    # depends only on slots and lengths, which are the same in all groups.
-    cache = cache.replace_states(follow_states, parents, done[0][1])
-    return cache.replace_tables(tables for tables, _ in done), done[0][1]
+    return _share(cache, lambda group, ok: group.fork(parents, ok))
 
 
 def release(cache: PagedCache, mask: jax.Array) -> PagedCache:
     """Empty the slots for which `mask` bool[S] is True; see `paged_jax.blocks.release`."""
-    cache = cache.replace_states(release_states, mask)
-    return cache.replace_tables(allocator.release(group.tables, mask) for group in cache.groups)
+    return cache.replace_groups(group.release(mask) for group in cache.all_groups)
 
 
 def reorder(cache: PagedCache, parents: jax.Array) -> tuple[PagedCache, jax.Array]:
     """Replace slots by copies of other slots; see `paged_jax.blocks.reorder`."""
-    done = [allocator.reorder(group.tables, parents) for group in cache.groups]
-    cache = cache.replace_states(follow_states, parents, done[0][1])
-    return cache.replace_tables(tables for tables, _ in done), done[0][1]
+    return _share(cache, lambda group, ok: group.reorder(parents, ok))
+
+
+def _share(
+    cache: PagedCache, share: Callable[[Group, jax.Array | None], tuple[Group, jax.Array]]
+) -> tuple[PagedCache, jax.Array]:
+    """Apply `fork` or `reorder` to all groups; the first group decides whether it is possible."""
+    groups: list[Group] = []
+    ok = None
+    for group in cache.all_groups:
+        group, result = share(group, ok)
+        groups.append(group)
+        ok = result if ok is None else ok
+    assert ok is not None
+    return cache.replace_groups(groups), ok
 
 
 def truncate(cache: PagedCache, lengths: jax.Array, *, max_tokens: int) -> PagedCache:
@@ -418,19 +410,12 @@ def truncate(cache: PagedCache, lengths: jax.Array, *, max_tokens: int) -> Paged
       ValueError: the cache has states of recurrent layers, or an argument is invalid, see
         `paged_jax.blocks.truncate`.
     """
-    if cache.states is not None:
-        raise ValueError(
-            "truncate: cache must have no states of recurrent layers. Every new token overwrites "
-            "these states, so the cache cannot return to an earlier length. Fork the slot before "
-            "you append tokens that you may want to remove."
-        )
-    tables = [group.tables for group in cache.groups]
-    for each in tables:
-        # All groups have the same lengths, so the window of a group limits all of them.
-        if each.window is not None:
-            lengths = jnp.maximum(lengths, shortest_lengths(each))
-    return cache.replace_tables(
-        allocator.truncate(each, lengths, max_tokens=max_tokens) for each in tables
+    shortest = [group.shortest_lengths() for group in cache.all_groups]
+    # All groups have the same lengths, so the window of a group limits all of them.
+    limits = [length for length in shortest if length is not None]
+    lengths = functools.reduce(jnp.maximum, limits, lengths)
+    return cache.replace_groups(
+        group.truncate(lengths, max_tokens=max_tokens) for group in cache.all_groups
     )
 
 
@@ -487,14 +472,15 @@ def publish(
     none). For each selected block, the recurrent state after its last token is also added, if it is
     the slot's current state or its mark (see `StateTables`).
     """
-    before = tuple(group.tables for group in cache.groups)
+    before, lengths = tuple(group.tables for group in cache.groups), cache.lengths
     if is_snapshot is not None:
-        new = slots, is_snapshot, digests, token_ids, (columns + 1) * cache.block_size
-        cache = cache.replace_states(publish_states, *new, cache.lengths)
+        blocks = slots, columns, digests, token_ids
+        cache = cache.replace_groups(
+            group.publish_snapshots(is_snapshot, *blocks, lengths) for group in cache.all_groups
+        )
     return cache.replace_tables(publish_groups(before, slots, columns, digests, token_ids))
 
 
 def forget(cache: PagedCache) -> PagedCache:
     """Remove all blocks from the prefix cache; see `paged_jax.blocks.forget`."""
-    cache = cache.replace_states(forget_states)
-    return cache.replace_tables(allocator.forget(group.tables) for group in cache.groups)
+    return cache.replace_groups(group.forget() for group in cache.all_groups)

@@ -56,22 +56,6 @@ def first_kept_column(num_tokens: Count, window: int, block_size: int) -> Count:
     return start * (start > 0) // block_size
 
 
-def num_kept_blocks(num_tokens: int, window: int | None, block_size: int) -> int:
-    """Return the number of blocks that a sequence with `num_tokens` tokens keeps.
-
-    Without a window (None) it keeps all of its blocks. With a window it keeps the blocks from
-    column `first_kept_column` on.
-
-    Example:
-      >>> num_kept_blocks(40, None, 16), num_kept_blocks(40, 8, 16)
-      (3, 2)
-    """
-    num_blocks = num_blocks_needed(num_tokens, block_size)
-    if window is None:
-        return num_blocks
-    return num_blocks - first_kept_column(num_tokens, window, block_size)
-
-
 def max_blocks_in_window(window: int, max_tokens: int, block_size: int) -> int:
     """Return the maximum number of blocks that a slot holds in layers with a sliding window.
 
@@ -84,27 +68,6 @@ def max_blocks_in_window(window: int, max_tokens: int, block_size: int) -> int:
     """
     num_further = num_blocks_needed(max_tokens - 1, block_size)
     return num_blocks_needed(window - 1, block_size) + 1 + num_further
-
-
-def max_blocks_in_slot(
-    window: int | None, max_length: int, max_tokens: int, block_size: int
-) -> int:
-    """Return the maximum number of blocks that a slot holds in one group of layers.
-
-    Args:
-      window: sliding window of the layers; None if they keep all tokens.
-      max_length: maximum number of tokens in a slot.
-      max_tokens: maximum number of tokens that a program appends, see `max_blocks_in_window`.
-      block_size: C, number of tokens in a block.
-
-    Example:
-      >>> [max_blocks_in_slot(window, 32768, 512, 16) for window in (None, 1024, 65536)]
-      [2048, 97, 2048]
-    """
-    width = num_blocks_needed(max_length, block_size)
-    if window is None:
-        return width
-    return min(width, max_blocks_in_window(window, max_tokens, block_size))
 
 
 def num_cached_tokens_at(length: int) -> int:

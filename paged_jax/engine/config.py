@@ -364,10 +364,12 @@ class EngineConfig:
                 f"{max_model_len}."
             )
         num_states = 0
-        if model_config.state_groups:  # Each slot and each snapshot needs a state.
+        has_snapshots = any(group.has_snapshots for group in model_config.cache_groups)
+        if has_snapshots:  # Each slot and each snapshot needs a state.
             num_snapshots = self.max_num_seqs if self.num_snapshots is None else self.num_snapshots
             num_states = self.max_num_seqs + (num_snapshots if self.enable_prefix_caching else 0)
-        has_tiles = self.backend in (None, "cpu") and attends_to_tiles(platform) and not num_states
+        has_tiles = self.backend in (None, "cpu") and attends_to_tiles(platform)
+        has_tiles &= not has_snapshots
         return Sizes(
             block_size=self.block_size,
             num_slots=self.max_num_seqs,

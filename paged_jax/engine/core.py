@@ -81,7 +81,6 @@ class EngineCore:
       scheduler: chooses the sequences of each step.
       num_blocks: P, number of blocks in the pool of the first group of layers.
       pool_limit: what decided `num_blocks`, as a text.
-      group_sizes: number of blocks in the pool of each group of layers.
       max_length: maximum number of tokens of a sequence, limited by the context and the pool.
       channel: sends messages to the other processes; None if this process has all devices.
       is_leader: whether this process schedules; the other processes run the programs it sends.
@@ -168,14 +167,13 @@ class EngineCore:
         self.options = options
         self.loaded = loaded
         self.executor = executor
-        is_recurrent = bool(loaded.config.state_groups)
-        interval = state_interval(options.block_size) if is_recurrent else None
+        has_snapshots = any(group.has_snapshots for group in loaded.config.cache_groups)
+        interval = state_interval(options.block_size) if has_snapshots else None
         self.runner = runner = ModelRunner(
             executor, loaded.eos_token_ids, loaded.token_bias, interval
         )
         self.num_blocks = executor.num_blocks
         self.pool_limit = pool_limit
-        self.group_sizes = memory.group_sizes(self.num_blocks)
         self.channel = channel
         self.is_leader = channel is None or jax.process_index() == 0
         self.stats = EngineStats()
@@ -221,8 +219,7 @@ class EngineCore:
                 seconds_per_block=memory.block / HOST_BYTES_PER_SECOND,
                 max_swapped_blocks=int(options.swap_space * 2**30) // memory.block,
             ),
-            groups=config.layer_groups,
-            state_groups=config.state_groups,
+            groups=config.cache_groups,
             state_interval=state_interval,
             stats=self.stats,
         )
@@ -393,18 +390,12 @@ class EngineCore:
         If the model has recurrent layers, the last entry counts their used states.
         """
         source = self.block_meter if self.is_ahead else self.runner
-        config, free_blocks = self.loaded.config, source.free_blocks
-        groups = zip(config.layer_groups, self.group_sizes, free_blocks, strict=False)
-        uses = [
-            GroupUse(group.sliding_window, len(group.layers), size, size - free)
-            for group, size, free in groups
+        groups = self.loaded.config.cache_groups
+        sizes = zip(groups, self.executor.pool_sizes, source.free_blocks, strict=True)
+        return [
+            GroupUse(group.sliding_window, group.num_layers, size, size - free, group.has_snapshots)
+            for group, size, free in sizes
         ]
-        if config.state_groups:
-            size = self.executor.sizes.num_states
-            num_layers = sum(len(group.layers) for group in config.state_groups)
-            used = size - free_blocks[-1]
-            uses.append(GroupUse(None, num_layers, size, used, is_recurrent=True))
-        return uses
 
     def replace_weights(self, new: NewWeights) -> None:
         """Replace the weights by `new`, the result of `weight_swap.prepare`.

@@ -62,7 +62,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from paged_jax.cache.block_pool import NUM_DIGEST_WORDS
-from paged_jax.cache.sequence_blocks import max_blocks_in_slot, num_blocks_needed
+from paged_jax.cache.retention import AllTokens, LastState, Retention, retention
+from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.formatting import format_bytes
 from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.linear import copies_weights
@@ -105,21 +106,30 @@ _SEARCH_BYTES = 28
 class GroupFootprint(NamedTuple):
     """Memory of the blocks in one group of layers that keep the same tokens.
 
+    For recurrent layers, a block is the state of all these layers for a slot or a snapshot.
+
     Attributes:
-      window: W, sliding window of these layers in tokens; None if they keep all tokens.
+      window: W, sliding window of these layers in tokens; None if they keep all tokens. Other rules
+        are a `Retention`.
       num_layers: number of layers in the group.
       block: bytes of K and V of a block in these layers, including scales.
       overhead: other bytes per block, see `overhead` in the docstring of the module.
       max_blocks_per_slot: maximum number of blocks that a slot holds.
-      max_blocks: maximum number of blocks that all slots together hold.
+      max_blocks: maximum number of blocks that all slots together hold; for recurrent layers, also
+        all snapshots.
     """
 
-    window: int | None
+    window: int | Retention | None
     num_layers: int
     block: int
     overhead: int
     max_blocks_per_slot: int
     max_blocks: int
+
+    @property
+    def retention(self) -> Retention:
+        """The rule for the tokens that the layers keep."""
+        return retention(self.window)
 
     def num_held(self, length: int, block_size: int) -> int:
         """Return the maximum number of blocks that `length` tokens of a slot use in this group."""
@@ -134,21 +144,33 @@ class Footprint(NamedTuple):
       state: bytes of the slots: their sampling state and their rows of the block tables.
       steps: maps each kind of program, such as ``"decode"``, to its bytes of temporary memory.
       groups: memory of the blocks of each group of layers; the first group keeps the most tokens.
-      sequence_state: bytes of the state of all recurrent layers for a single slot or snapshot.
-      num_states: maximum number of these states, for slots and snapshots together.
+        Recurrent layers are the last group.
     """
 
     weights: int
     state: int
     steps: dict[str, int]
     groups: tuple[GroupFootprint, ...]
-    sequence_state: int = 0
-    num_states: int = 0
+
+    @property
+    def token_groups(self) -> tuple[GroupFootprint, ...]:
+        """The groups with pools that grow with the first pool."""
+        return tuple(group for group in self.groups if not group.retention.is_fixed)
+
+    @property
+    def sequence_state(self) -> int:
+        """Bytes of the state of all recurrent layers for a single slot or snapshot."""
+        return sum(group.block for group in self.groups if group.retention.is_fixed)
+
+    @property
+    def num_states(self) -> int:
+        """Maximum number of these states, for slots and snapshots together."""
+        return sum(group.max_blocks for group in self.groups if group.retention.is_fixed)
 
     @property
     def block(self) -> int:
         """Bytes of K and V of a block in all layers, including scales."""
-        return sum(group.block for group in self.groups)
+        return sum(group.block for group in self.token_groups)
 
     @property
     def block_overhead(self) -> int:
@@ -182,17 +204,17 @@ class Footprint(NamedTuple):
         """Return the number of blocks of each group if the first group has `num_blocks` blocks."""
         return tuple(
             num_blocks
-            if group.window is None or group is self.groups[0]
-            else min(num_blocks, group.max_blocks)
+            if group is self.groups[0]
+            else group.retention.num_pool_blocks(num_blocks, group.max_blocks)
             for group in self.groups
         )
 
     def pool_bytes(self, num_blocks: int, *, with_overhead: bool = False) -> int:
-        """Return the bytes of the pools of all groups if the first has `num_blocks` blocks.
+        """Return the bytes of the pools of `token_groups` if the first has `num_blocks` blocks.
 
         `with_overhead` adds the `overhead` of each block, see the docstring of the module.
         """
-        sizes = zip(self.groups, self.group_sizes(num_blocks), strict=True)
+        sizes = zip(self.token_groups, self.group_sizes(num_blocks), strict=False)
         return sum(size * (group.block + with_overhead * group.overhead) for group, size in sizes)
 
     def num_blocks(self, memory: int) -> int:
@@ -225,8 +247,8 @@ class Footprint(NamedTuple):
         # window has at most `max_blocks`. Find the pools that reach this maximum, beginning with
         # the smallest maximum, and subtract their bytes from `num_bytes`. The bytes that remain are
         # divided among the other pools, which have equal numbers of blocks.
-        others = [group for group in self.groups[1:] if group.window is not None]
-        growing = sum(group.block + with_overhead * group.overhead for group in self.groups)
+        others = [group for group in self.groups[1:] if group.retention.frees]
+        growing = sum(group.block + with_overhead * group.overhead for group in self.token_groups)
         for group in sorted(others, key=lambda group: group.max_blocks):
             if num_bytes // growing <= group.max_blocks:
                 break
@@ -290,6 +312,7 @@ def footprint(
       >>> needs.weights, needs.state, needs.block
       (1171200, 46268, 20480)
     """
+    states = _layer_states(shard or config, kv_dtype, platform)
     groups = _group_footprints(shard or config, sizes, kv_dtype, platform)
     block = sum(group.block for group in groups)
     steps = _step_bytes(shard or config, config.vocab_size, sizes, block, platform)
@@ -300,17 +323,17 @@ def footprint(
     if any(copies_weights(platform, dtype, has_experts=has_experts) for dtype in dtypes):
         copies = 4 * num_parameters(shard or config)
         steps = {program: taken + copies for program, taken in steps.items()}
-    states = _layer_states(shard or config, kv_dtype, platform)
     rows = _STATE_COPIES * sizes.num_slots * max(states, default=0)
     steps = {name: taken + rows * (name in _MODEL_PROGRAMS) for name, taken in steps.items()}
-    windows = [group.window for group in groups]
+    rules = [group.retention for group in groups]
+    if states:
+        recurrent = LastState(), len(states), sum(states), 0, 1, sizes.num_states
+        groups = *groups, GroupFootprint(*recurrent)
     return Footprint(
         weights=weights,
-        state=state_bytes(config.vocab_size, sizes, windows),
+        state=state_bytes(config.vocab_size, sizes, rules),
         steps=steps,
         groups=groups,
-        sequence_state=sum(states),
-        num_states=sizes.num_states,
     )
 
 
@@ -333,7 +356,7 @@ def _group_footprints(
     groups, block_size = [], sizes.block_size
     for group in config.layer_groups:
         window = group.sliding_window
-        held = max_blocks_in_slot(window, sizes.max_model_len, sizes.most_tokens, block_size)
+        held = group.retention.max_in_slot(sizes.max_model_len, sizes.most_tokens, block_size)
         block = block_bytes(config, block_size, kv_dtype, platform, [group])
         overhead = record_bytes(block_size) + _SEARCH_BYTES
         if not sets_rows_in_place(platform, kv_dtype):
@@ -420,13 +443,13 @@ def record_bytes(block_size: int) -> int:
     return 4 * numbers + 1
 
 
-def state_bytes(vocab_size: int, sizes: Sizes, windows: Sequence[int | None] = (None,)) -> int:
+def state_bytes(vocab_size: int, sizes: Sizes, rules: Sequence[Retention] = (AllTokens(),)) -> int:
     """Return the bytes of a `DecodeState` that do not depend on the number of blocks.
 
     Args:
       vocab_size: V, number of tokens in the vocabulary.
       sizes: sizes of the engine's programs.
-      windows: the sliding window of each group of layers; each group has its own block tables.
+      rules: the rule of each group of layers; each group has its own block tables.
     """
     slot = jax.eval_shape(
         lambda: (
@@ -436,10 +459,10 @@ def state_bytes(vocab_size: int, sizes: Sizes, windows: Sequence[int | None] = (
     )
     sampling = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(slot))
     tokens = 4 * (2 + sizes.max_stop_ids)
-    # Bytes of the block tables per slot: its length, its row of block ids and, with a window, its
-    # first column. Each value takes 4 bytes.
-    tables = sum(4 * (1 + sizes.max_blocks_per_slot + (window is not None)) for window in windows)
-    queues = 4 * 2 * len(windows)  # Each block pool has the integers `head` and `num_free`.
+    # Bytes of the block tables per slot: its length, its row of block ids and, if it frees blocks,
+    # its cursor. Each value takes 4 bytes.
+    tables = sum(4 * (1 + sizes.max_blocks_per_slot + rule.frees) for rule in rules)
+    queues = 4 * 2 * len(rules)  # Each block pool has the integers `head` and `num_free`.
     return sizes.num_slots * (sampling + tokens + tables) + queues
 
 

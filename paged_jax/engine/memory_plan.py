@@ -33,6 +33,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from paged_jax.arguments import refuse_unknown
+from paged_jax.cache.retention import AllTokens
 from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.engine.config import (
     VLLM_NAMES,
@@ -122,21 +123,20 @@ class MemoryPlan:
     @property
     def has_windows(self) -> bool:
         """Whether some layers have a sliding window."""
-        return any(group.window is not None for group in self.footprint.groups)
+        return any(group.retention.frees for group in self.footprint.groups)
 
     @property
     def keeps_less(self) -> bool:
         """Whether some layers do not keep all tokens: they have a window or are recurrent."""
-        return self.has_windows or self.footprint.num_states > 0
+        return any(group.retention != AllTokens() for group in self.footprint.groups)
 
     def sequence_bytes(self, length: int) -> int:
         """Return the peak bytes of cache that a sequence of `length` tokens uses on each device.
 
         The cache contains its K and V and its state of recurrent layers.
         """
-        footprint, block_size = self.footprint, self.sizes.block_size
-        blocks = sum(g.block * g.num_held(length, block_size) for g in footprint.groups)
-        return blocks + footprint.sequence_state
+        block_size = self.sizes.block_size
+        return sum(g.block * g.num_held(length, block_size) for g in self.footprint.groups)
 
     def uniform_bytes(self, length: int) -> int:
         """Return the `sequence_bytes` that the model would have if all layers kept all tokens.
@@ -144,9 +144,9 @@ class MemoryPlan:
         A recurrent layer counts like an average attention layer.
         """
         num_blocks = num_blocks_needed(length, self.sizes.block_size)
-        num_recurrent = sum(len(group.layers) for group in self.shard.state_groups)
-        num_layers = max(sum(group.num_layers for group in self.footprint.groups), 1)
-        return self.footprint.block * num_blocks * (num_layers + num_recurrent) // num_layers
+        num_layers = max(sum(group.num_layers for group in self.footprint.token_groups), 1)
+        num_fixed = sum(g.num_layers for g in self.footprint.groups if g.retention.is_fixed)
+        return self.footprint.block * num_blocks * (num_layers + num_fixed) // num_layers
 
     def read_bytes(self, length: int) -> int:
         """Return the bytes of cache that a decode step reads and writes for one sequence.
@@ -154,10 +154,9 @@ class MemoryPlan:
         It reads the K and V that the last of `length` tokens attends to. It also reads the state of
         recurrent layers before this token, and writes the state after it.
         """
-        windows = [length if g.window is None else g.window for g in self.footprint.groups]
-        sizes = zip(self.footprint.groups, windows, strict=True)
-        total = sum(group.block * min(length, window) for group, window in sizes)
-        return total // self.sizes.block_size + 2 * self.footprint.sequence_state
+        groups, block_size = self.footprint.groups, self.sizes.block_size
+        total = sum(g.block * g.retention.num_accessed(length, block_size) for g in groups)
+        return total // block_size
 
     @property
     def num_copies(self) -> int:
@@ -180,9 +179,7 @@ class MemoryPlan:
             (group.block + group.overhead) * group.num_held(length, block_size)
             for group in footprint.groups
         )
-        taken += footprint.sequence_state
-        num_snapshots = footprint.num_states - self.sizes.num_slots if footprint.num_states else 0
-        others = footprint.fixed - footprint.recurrent + num_snapshots * footprint.sequence_state
+        others = footprint.fixed - self.sizes.num_slots * footprint.sequence_state
         return (self.memory - others) // taken
 
     def num_running(self, length: int) -> int:

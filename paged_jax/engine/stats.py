@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 
+from paged_jax.cache.retention import retention
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.runner import ModelRunner
@@ -37,7 +38,7 @@ class GroupUse:
     @property
     def kept(self) -> str:
         """Tokens that the pool keeps: ``"all"`` or the window as text; for states, ``"states"``."""
-        return "states" if self.is_recurrent else str(self.window or "all")
+        return "states" if self.is_recurrent else retention(self.window).label
 
 
 class Stopwatch:

@@ -25,9 +25,9 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.cache import paged_cache
-from paged_jax.cache.blocks.state_tables import plan_marks
 from paged_jax.cache.groups import CacheGroup, LayerPlaces, find_layer, locate
 from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.cache.retention import Retention
 from paged_jax.formatting import short_repr
 from paged_jax.kernels import (
     Pools,
@@ -62,12 +62,12 @@ class GroupPlaces(NamedTuple):
       block_tables: i32 ``[B, M]``, block table of each row.
       blocks: i32 ``[N]``, block to which each token is written. Padding tokens have the value P
         (the number of blocks), which is out of range, so they are not written.
-      window: number of last tokens of a sequence that the group keeps; None if it keeps all tokens.
+      retention: rule for the tokens that the group keeps.
     """
 
     block_tables: jax.Array
     blocks: jax.Array
-    window: int | None
+    retention: Retention
 
 
 @short_repr
@@ -154,6 +154,13 @@ class BatchPlaces:
             **options,
         )
 
+    def advance_postponed(self, carry: GroupPools, num_tokens: jax.Array) -> GroupPools:
+        """Apply the first `num_tokens` i32 ``[B]`` draft tokens of each row to recurrent states.
+
+        See `postpones` of `reserve_places`. Returns the new pools.
+        """
+        return carry if self.states is None else self.states.advance_postponed(carry, num_tokens)
+
 
 def reserve_places(
     cache: PagedCache,
@@ -177,7 +184,7 @@ def reserve_places(
       has_tiles: whether several rows may have the same slot (static). The tokens of these rows are
         appended to the slot in the order of the rows.
       postpones: whether the states of recurrent layers stay unchanged until
-        `StatePlaces.advance_postponed` is called (static).
+        `BatchPlaces.advance_postponed` is called (static).
 
     Returns:
       The new cache; ``ok``, bool ``[]``, which is False if there were not enough blocks or a slot
@@ -187,7 +194,7 @@ def reserve_places(
       ValueError: `has_tiles` is set, and the cache has states of recurrent layers. Several rows
         would then advance the state of the same slot at the same time.
     """
-    if has_tiles and cache.states is not None:
+    if has_tiles and not all(group.takes_tiles for group in cache.all_groups):
         raise ValueError(
             "prefill_tiles: cache must have no states of recurrent layers, because several rows of "
             "a slot would advance the same state at the same time. Use prefill."
@@ -207,9 +214,8 @@ def reserve_places(
     requested = jnp.where(jnp.all(slots < num_slots), requested, -1)
     cache, ok = paged_cache.reserve(cache, requested, max_tokens=most, backend=backend)
     num_tokens = jnp.where(is_row & ok, num_tokens, 0)
-    if postpones and cache.states is not None:
-        # All draft tokens are appended at once, so only the state before them can become a mark.
-        cache = cache.replace_states(plan_marks, (requested > 0) & ok, lengths, 1)
+    if postpones:
+        cache = paged_cache.plan_drafts(cache, (requested > 0) & ok, lengths)
     states = StatePlaces.of_rows(cache, jnp.where(num_tokens > 0, rows, num_slots), postpones)
     if postpones and states is not None:
         states = states.at_step(0, num_tokens > 0, starts)
@@ -222,7 +228,7 @@ def reserve_places(
         GroupPlaces(
             take_or_fill(group.block_tables, rows, fill_value=group.num_blocks),
             blocks,
-            group.tables.window,
+            group.tables.retention,
         )
         for group, (blocks, _) in zip(cache.groups, located, strict=True)
     ]
@@ -258,44 +264,60 @@ def _sum_by_slot(
     return before, requested
 
 
-def next_places(
-    cache: PagedCache,
-    block_tables: Sequence[jax.Array],
-    lengths: jax.Array,
-    active: jax.Array,
-    states: StatePlaces | None = None,
-) -> BatchPlaces:
-    """Return the positions in the cache of each active row's next token.
+class PlannedPlaces(NamedTuple):
+    """Blocks and states that `paged_cache.plan` has chosen for the rows of several decode steps.
 
-    The blocks must be reserved already.
-
-    Args:
-      cache: the cache with these blocks.
-      block_tables: i32 ``[B, M]`` for each group of the cache, block table of each row.
-      lengths: i32 ``[B]``, sequence lengths without the next token.
-      active: bool ``[B]``, False for rows that get no token.
-      states: pool entries with the states of the rows in this step; None if the cache has no
-        states.
+    Attributes:
+      cache: the cache with the plan.
+      block_tables: i32 ``[B, M]`` for each group of attention layers, block table of each row.
+      states: pool entries with the states of the rows; None if no layer is recurrent.
     """
-    block_size = cache.block_size
-    column = (lengths // block_size)[:, None]
 
-    def find(group: CacheGroup, tables: jax.Array) -> GroupPlaces:
-        blocks = jnp.take_along_axis(tables, column, axis=1, mode="clip")[:, 0]
-        return GroupPlaces(tables, jnp.where(active, blocks, group.num_blocks), group.tables.window)
+    cache: PagedCache
+    block_tables: tuple[jax.Array, ...]
+    states: StatePlaces | None
 
-    return BatchPlaces(
-        lengths=jnp.where(active, lengths + 1, 0),
-        num_tokens=active.astype(jnp.int32),
-        positions=jnp.where(active, lengths, -1),
-        offsets=lengths % block_size,
-        groups=tuple(
-            find(group, tables) for group, tables in zip(cache.groups, block_tables, strict=True)
-        ),
-        layers=cache.layers,
-        block_size=block_size,
-        states=states,
-    )
+    @classmethod
+    def of_rows(
+        cls, cache: PagedCache, planned: Sequence[Any], slots: jax.Array
+    ) -> "PlannedPlaces":
+        """Return the plan for the rows of `slots` i32 ``[B]``; slots past the end are padding."""
+        plans = planned[: len(cache.groups)]
+        tables = tuple(plan.block_tables.at[slots].get(mode="clip") for plan in plans)
+        return cls(cache, tables, StatePlaces.of_rows(cache, slots))
+
+    def at_step(
+        self, step: int | jax.Array, active: jax.Array, lengths: jax.Array
+    ) -> "BatchPlaces":
+        """Return the positions in the cache of each active row's next token.
+
+        Args:
+          step: i32 ``[]``, index of the decode step, from 0.
+          active: bool ``[B]``, False for rows that get no token.
+          lengths: i32 ``[B]``, sequence lengths without the next token.
+        """
+        block_size = self.cache.block_size
+        column = (lengths // block_size)[:, None]
+
+        def find(group: CacheGroup, tables: jax.Array) -> GroupPlaces:
+            blocks = jnp.take_along_axis(tables, column, axis=1, mode="clip")[:, 0]
+            blocks = jnp.where(active, blocks, group.num_blocks)
+            return GroupPlaces(tables, blocks, group.tables.retention)
+
+        states = self.states and self.states.at_step(step, active, lengths)
+        return BatchPlaces(
+            lengths=jnp.where(active, lengths + 1, 0),
+            num_tokens=active.astype(jnp.int32),
+            positions=jnp.where(active, lengths, -1),
+            offsets=lengths % block_size,
+            groups=tuple(
+                find(group, tables)
+                for group, tables in zip(self.cache.groups, self.block_tables, strict=True)
+            ),
+            layers=self.cache.layers,
+            block_size=block_size,
+            states=states,
+        )
 
 
 def decode_attention(
@@ -422,10 +444,10 @@ def _check_layers(
         place = places.layers[layer]
         if place is None:
             continue  # not an attention layer
-        kept = places.groups[place[0]].window
-        if kept is not None and (sliding_window is None or sliding_window > kept):
+        kept = places.groups[place[0]].retention
+        if not kept.serves(sliding_window):
             needed = "all" if sliding_window is None else sliding_window
             raise ValueError(
                 f"{function}: cache must keep {needed} tokens for layer {layer}, got a cache that "
-                f"keeps the last {kept}. Make the cache with create_cache."
+                f"keeps the last {kept.num_tokens}. Make the cache with create_cache."
             )

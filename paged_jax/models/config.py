@@ -19,8 +19,10 @@ from paged_jax.models.gguf_layout import GgufLayout
 from paged_jax.models.gguf_metadata import GgufMetadata
 from paged_jax.models.layer_attention import Reach
 from paged_jax.models.layer_groups import (
+    CacheSpec,
     KVShape,
     LayerGroup,
+    RecurrentLayers,
     StateShape,
     group_layers,
     group_states,
@@ -327,6 +329,12 @@ class ModelConfig:
     def state_groups(self) -> tuple[LayerGroup, ...]:
         """Groups of recurrent layers with states of equal shapes; empty without such layers."""
         return group_states(self.state_shapes)
+
+    @functools.cached_property
+    def cache_groups(self) -> tuple[CacheSpec, ...]:
+        """All groups of the cache: `layer_groups`, then the recurrent layers, if any."""
+        states = (RecurrentLayers(self.state_groups),) if self.state_groups else ()
+        return *self.layer_groups, *states
 
     @functools.cached_property
     def can_scan_layers(self) -> bool:

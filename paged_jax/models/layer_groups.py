@@ -1,11 +1,16 @@
 """Types of layers, the shapes of the data they keep in a cache, and groups of layers.
 
+`CacheSpec` is the contract of the groups of a model's cache on the host: `LayerGroup` keeps tokens,
+`RecurrentLayers` keep a state. On the device, it is `cache.groups.Group`.
+
 This module does not import JAX, because the scheduler uses it.
 """
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+from paged_jax.cache.retention import LastState, Retention, retention
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -56,6 +61,43 @@ class StateShape(NamedTuple):
     dtype: str | None
 
 
+class CacheSpec(Protocol):
+    """What a group of layers keeps in the cache for each sequence, and what a swap of it copies."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers in the group."""
+        ...
+
+    @property
+    def retention(self) -> Retention:
+        """The rule for the tokens that the layers keep."""
+        ...
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Number of last tokens that a query attends to; None if there is no such number."""
+        ...
+
+    @property
+    def has_snapshots(self) -> bool:
+        """Whether the prefix cache needs snapshots of what the layers keep.
+
+        Prompt chunks then end at multiples of the interval of snapshots, and each chunk takes one
+        row of a program.
+        """
+        ...
+
+    @property
+    def num_values(self) -> int:
+        """Number of elements of K and V per token, summed over the layers of the group."""
+        ...
+
+    def num_copied_values(self, num_tokens: int, block_size: int) -> int:
+        """Return the number of elements that a swap copies; a state counts 2-byte elements."""
+        ...
+
+
 class LayerGroup(NamedTuple):
     """Group of layers that keep the same tokens, or states of the same shapes.
 
@@ -72,6 +114,25 @@ class LayerGroup(NamedTuple):
     layers: tuple[int, ...]
     kv: KVShape | None = None
     states: tuple[StateShape, ...] = ()
+
+    @property
+    def retention(self) -> Retention:
+        """The rule for the tokens that the layers keep."""
+        return retention(self.sliding_window)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers in the group."""
+        return len(self.layers)
+
+    @property
+    def has_snapshots(self) -> bool:
+        """Whether the layers are recurrent."""
+        return bool(self.states)
+
+    def num_copied_values(self, num_tokens: int, block_size: int) -> int:
+        """Return the number of elements in the blocks that a sequence keeps."""
+        return self.retention.num_kept(num_tokens, block_size) * block_size * self.num_values
 
     @property
     def num_pool_layers(self) -> int:
@@ -99,6 +160,45 @@ class LayerGroup(NamedTuple):
         return len(self.layers) * sum(sizes)
 
 
+class RecurrentLayers(NamedTuple):
+    """All recurrent layers of a model, which keep a state for each sequence.
+
+    Attributes:
+      groups: groups of layers with states of equal shapes.
+    """
+
+    groups: tuple[LayerGroup, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Number of recurrent layers."""
+        return sum(group.num_layers for group in self.groups)
+
+    @property
+    def retention(self) -> Retention:
+        """The rule of all recurrent layers."""
+        return LastState()
+
+    @property
+    def sliding_window(self) -> None:
+        """None."""
+        return None
+
+    @property
+    def has_snapshots(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def num_values(self) -> int:
+        """Return 0, because the layers keep no tokens."""
+        return 0
+
+    def num_copied_values(self, num_tokens: int, block_size: int) -> int:
+        """Return the size of a state in 2-byte elements."""
+        return sum(group.num_state_values for group in self.groups)
+
+
 def group_layers(
     windows: Sequence[int | None], kv_shapes: Sequence[KVShape | None]
 ) -> tuple[LayerGroup, ...]:
@@ -124,11 +224,7 @@ def group_layers(
             layers.setdefault((window, kv), []).append(layer)
     groups = [LayerGroup(window, tuple(own), kv) for (window, kv), own in layers.items()]
     # The sort is stable: among groups of the same window, the group of the first layer is first.
-    return tuple(sorted(groups, key=_rank))
-
-
-def _rank(group: LayerGroup) -> tuple[bool, int]:
-    return group.sliding_window is not None, -(group.sliding_window or 0)
+    return tuple(sorted(groups, key=lambda group: -group.retention.num_tokens))
 
 
 def group_states(states: Sequence[tuple[StateShape, ...]]) -> tuple[LayerGroup, ...]:

@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from paged_jax.arguments import ArgumentError, check_positive, names_arguments
 from paged_jax.cache.groups import CacheGroup
 from paged_jax.cache.paged_cache import PagedCache
-from paged_jax.cache.sequence_blocks import max_blocks_in_slot, num_blocks_needed
+from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.kernels import padded_head_dim
 from paged_jax.kernels.dispatch import exact_backend, exact_variants, is_exact
 from paged_jax.kernels.rows import default_kv_dtype
@@ -43,7 +43,7 @@ from paged_jax.models.layer_attention import Attend, Carry
 from paged_jax.models.layer_groups import layer_places
 from paged_jax.models.matrix_formats import MatrixFormats
 from paged_jax.models.sequence_attention import sequence_attention
-from paged_jax.models.state_places import StatePlaces, create_states
+from paged_jax.models.state_places import create_states
 from paged_jax.models.step_arrays import StepArrays, as_step_arrays
 
 
@@ -419,18 +419,18 @@ class PagedModel(nnx.Module):
         num_tokens: jax.Array,
         *,
         backend: str | None = None,
-    ) -> tuple[jax.Array, PagedCache, jax.Array, StatePlaces | None]:
+    ) -> tuple[jax.Array, PagedCache, jax.Array, BatchPlaces]:
         """Append draft tokens like `score`, but do not change the states of recurrent layers.
 
         Returns:
-          The three results of `score`, and a `StatePlaces`, which is None if no layer is recurrent.
-          After verification, call `StatePlaces.advance_postponed` with the number of accepted
-          tokens in each row, and then `state_tables.commit_marks`.
+          The three results of `score`, and the `BatchPlaces` of the draft tokens. After
+          verification, call `BatchPlaces.advance_postponed` with the number of accepted tokens in
+          each row, and then `paged_cache.accept_drafts`.
         """
         arrays = token_ids, slots, num_tokens
         backend = self.resolve_backend(backend)
         x, cache, ok, places = self._run_chunks("score", cache, arrays, backend, postpones=True)
-        return self.logits(x, backend), cache, ok, places.states
+        return self.logits(x, backend), cache, ok, places
 
     @names_arguments
     def decode(
@@ -501,7 +501,7 @@ class PagedModel(nnx.Module):
           pools: pools of each group of the cache, see `PagedCache.group_pools`. Donate them in
             `jit`.
           token_ids: i32 ``[B]``, new token of each row.
-          places: positions of these tokens in the cache, see `batch_places.next_places`.
+          places: positions of these tokens in the cache, see `PlannedPlaces.at_step`.
           cascade: see `decode`.
           backend: see `decode`.
 
@@ -637,13 +637,11 @@ def create_cache(
     width, where = num_blocks_needed(max_length, block_size), platform or jax.default_backend()
     groups: list[CacheGroup] = []
     for group in config.layer_groups:
-        window, kv = group.sliding_window, group.kv
+        kv, rule = group.kv, group.retention
         assert kv is not None
-        most = num_slots * max_blocks_in_slot(window, max_length, max_tokens, block_size)
+        most = num_slots * rule.max_in_slot(max_length, max_tokens, block_size)
         if groups:
-            # Groups without a window have equal numbers of blocks, so they cache equal prefixes.
-            first = groups[0].num_blocks
-            num_blocks = first if window is None else min(first, most)
+            num_blocks = rule.num_pool_blocks(groups[0].num_blocks, most)
         elif num_blocks is None:
             num_blocks = most
         groups.append(
@@ -657,7 +655,7 @@ def create_cache(
                 num_slots=num_slots,
                 max_blocks_per_slot=width,
                 dtype=dtype,
-                window=window,
+                window=group.sliding_window,
             )
         )
     num_states = num_slots if num_states is None else num_states

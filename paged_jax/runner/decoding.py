@@ -28,14 +28,11 @@ from jax import lax
 
 from paged_jax.arguments import check_positive
 from paged_jax.cache import paged_cache
-from paged_jax.cache.blocks import ReservePlan
-from paged_jax.cache.blocks.state_tables import commit_marks, state_interval
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.dims import bind
 from paged_jax.formatting import short_repr
-from paged_jax.models.batch_places import next_places
+from paged_jax.models.batch_places import PlannedPlaces
 from paged_jax.models.paged_model import PagedModel
-from paged_jax.models.state_places import StatePlaces
 from paged_jax.models.step_arrays import check_distinct_slots
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.sampling.filters import Constraints
@@ -164,8 +161,7 @@ def decode_steps(
     num_wanted = jnp.where(wants_more(first), num_steps, 0)
     cache, planned = _plan_steps(state.cache, first, num_wanted, max_steps, backend)
     num_possible = planned[0].num_tokens
-    block_tables = [each.block_tables.at[first.slots].get(mode="clip") for each in planned]
-    states = StatePlaces.of_rows(cache, first.slots)
+    rows = PlannedPlaces.of_rows(cache, planned, first.slots)
 
     def decode_step(carry: tuple[Any, _Batch, jax.Array]) -> tuple[Any, _Batch, jax.Array]:
         pools, batch, _ = carry
@@ -173,8 +169,7 @@ def decode_steps(
         # dispatch would otherwise first convert all bfloat16 weights to float32.
         weights, status = lax.optimization_barrier((model, batch.status))
         active = status == _RUNNING
-        entries = states and states.at_step(batch.num_steps, active, batch.lengths)
-        places = next_places(cache, block_tables, batch.lengths, active, entries)
+        places = rows.at_step(batch.num_steps, active, batch.lengths)
         logits, pools = weights.decode_at(
             pools, batch.token_ids, places, cascade=cascade, backend=backend
         )
@@ -243,14 +238,10 @@ def verify_steps(
     # `starts` in the cache, and the last token. One more is sampled after the confirmed draft
     # tokens. So at most `max_lengths - starts - 2` draft tokens are useful.
     room = first.max_lengths - starts - 2
-    if state.cache.states is not None:
-        # Stop at the next multiple of `interval` tokens, so that the next dispatch can save the
-        # recurrent state there as a mark.
-        interval = state_interval(state.cache.block_size)
-        room = jnp.minimum(room, interval - 1 - starts % interval)
+    room = paged_cache.max_drafts(state.cache, starts, room)
     num_drafts = jnp.clip(num_drafts, 0, jnp.clip(room, 0, T))
     fed = jnp.concatenate([first.token_ids[:, None], drafts.astype(jnp.int32)], axis=1)
-    logits, cache, ok, states = model.score_drafts(
+    logits, cache, ok, places = model.score_drafts(
         state.cache, fed, slots, num_drafts + 1, backend=backend
     )
     # The loop also compares the token that is sampled after the last draft token. Pad the draft
@@ -265,22 +256,15 @@ def verify_steps(
 
     first = dataclasses.replace(first, status=jnp.where(ok, first.status, _WAITING))
     batch = lax.while_loop(lambda batch: jnp.any(batch.is_running), draw_next, first)
-    if states is not None:
-        pools = states.advance_postponed(cache.group_pools, batch.lengths - starts)
-        cache = cache.replace_group_pools(pools)
-        cache = cache.replace_states(commit_marks, batch.lengths_in(cache))
-    if T:
-        # Remove the recurrent states before `truncate`, which rejects caches with states. The
-        # states need no truncation, because they only cover confirmed tokens.
-        cut = dataclasses.replace(cache, states=None)
-        cut = paged_cache.truncate(cut, batch.lengths_in(cache), max_tokens=T)
-        cache = dataclasses.replace(cut, states=cache.states)
+    pools = places.advance_postponed(cache.group_pools, batch.lengths - starts)
+    cache = cache.replace_group_pools(pools)
+    cache = paged_cache.accept_drafts(cache, batch.lengths_in(cache), max_tokens=T)
     return batch.put_back(state, cache, ok)
 
 
 def _plan_steps(
     cache: PagedCache, batch: "_Batch", num_steps: jax.Array, max_steps: int, backend: str | None
-) -> tuple[PagedCache, tuple[ReservePlan, ...]]:
+) -> tuple[PagedCache, tuple[Any, ...]]:
     """Plan blocks for `num_steps` i32[] decode steps, or for fewer if blocks are scarce.
 
     All steps are planned together, so that a decode step allocates no blocks. Allocation in each

@@ -71,8 +71,8 @@ class Executor:
       vocab_size: V, size of the vocabulary.
       num_blocks: P, number of blocks in the pool of the first group of layers.
       cache_dtype: dtype of K and V.
-      groups: the groups of attention layers that keep the same tokens.
-      state_groups: the groups of recurrent layers.
+      groups: the groups of layers in the cache. The first group keeps the most tokens.
+      pool_sizes: number of blocks or states of each group.
       programs: the jitted programs of the engine.
       weights: the weights; `Weights.replace` replaces them.
       is_asleep: whether the engine sleeps; `reset` then frees the state and creates no new one.
@@ -109,8 +109,7 @@ class Executor:
         self.num_blocks = num_blocks
         self.vocab_size = weights.config.vocab_size
         num_top = min(MAX_LOGPROBS, self.vocab_size)
-        self.groups = weights.config.layer_groups
-        self.state_groups = weights.config.state_groups
+        self.groups = weights.config.cache_groups
         self.programs = list_programs(
             self._program_key, sizes, num_top, num_groups=len(self.groups)
         )
@@ -147,9 +146,9 @@ class Executor:
         if not self.is_asleep:
             self._state = self._new_state()
             pools = [group.tables.pool for group in self._state.cache.all_groups]
-            self._pool_sizes = [pool.num_blocks for pool in pools]
+            self.pool_sizes = [pool.num_blocks for pool in pools]
         self._is_new = True
-        self._free_blocks: list[int] | None = self._pool_sizes
+        self._free_blocks: list[int] | None = self.pool_sizes
         # One bool array per `run_unchecked` call since the last `check`: whether the program had
         # enough free blocks.
         self._oks: list[jax.Array] = []

@@ -30,7 +30,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from paged_jax.cache import paged_cache
-from paged_jax.cache.contents import read_blocks, read_state, write_blocks, write_state
+from paged_jax.cache.contents import read_blocks, write_blocks
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.formatting import short_repr
 from paged_jax.kernels.dispatch import is_exact
@@ -47,7 +47,7 @@ from paged_jax.runner.sizes import (
     row_buckets,
     tile_buckets,
 )
-from paged_jax.runner.weights import OF_HEADS, OF_STATES, WHOLE, Division, Graph
+from paged_jax.runner.weights import OF_HEADS, WHOLE, Division, Graph
 from paged_jax.sampling.sample import log_sum_exp, ranks, top_logprobs
 
 
@@ -147,15 +147,14 @@ class Programs(NamedTuple):
     release: ``(mask bool[S])`` to None.
     reserve: ``(num_tokens i32[S])`` to ``ok``.
     attach: ``(slot i32[], digests u32[M, 8], token_ids i32[M, C], num_blocks i32[])`` to the number
-      of blocks found. In models with recurrent layers the result is i32[2]: this number, and the
-      number that would be found if there were a snapshot of their state after every block.
-    publish: ``(slots i32[N], columns i32[N], digests u32[N, 8], token_ids i32[N, C])`` to None. In
-      models with recurrent layers also ``is_snapshot bool[N]``, see `cache.publish`.
+      of blocks found, and the number that would be found if recurrent layers had a snapshot of
+      their state after every block, i32[2].
+    publish: ``(slots i32[N], columns i32[N], digests u32[N, 8], token_ids i32[N, C], is_snapshot
+      bool[N])`` to None, see `cache.publish`.
     forget: ``()`` to None.
-    read_blocks: ``(slot i32[], first i32[], group=)`` to `Pools`, see `cache.read_blocks`.
+    read_blocks: ``(slot i32[], first i32[], group=)`` to copies of blocks, or of a recurrent state,
+      see `cache.read_blocks`.
     write_blocks: ``(slot i32[], first i32[], values, group=)`` to None.
-    read_state: ``(slot i32[])`` to the states of recurrent layers, see `cache.contents.read_state`.
-    write_state: ``(slot i32[], values)`` to None.
     """
 
     prefill: Program
@@ -171,8 +170,6 @@ class Programs(NamedTuple):
     forget: Program
     read_blocks: Program
     write_blocks: Program
-    read_state: Program
-    write_state: Program
 
 
 class ProgramKey(NamedTuple):
@@ -209,7 +206,7 @@ def list_programs(key: ProgramKey, sizes: Sizes, num_top: int, *, num_groups: in
       key: see `ProgramKey`.
       sizes: sizes that the programs of this engine depend on.
       num_top: maximum number of most probable tokens that a request can get.
-      num_groups: number of groups of attention layers; each group's blocks are copied separately.
+      num_groups: number of groups of layers; each group's blocks or states are copied separately.
     """
     blocks = "blocks" if num_groups == 1 else "blocks of group {group}"
     jit = functools.partial(_jit, key)
@@ -235,8 +232,6 @@ def list_programs(key: ProgramKey, sizes: Sizes, num_top: int, *, num_groups: in
             f"copy of {blocks} to the host", jit(_read_blocks, result=OF_HEADS), width
         ),
         write_blocks=Program(f"copy of {blocks} from the host", jit(_write_blocks, last=OF_HEADS)),
-        read_state=Program("copy of a state to the host", jit(_read_state, result=OF_STATES)),
-        write_state=Program("copy of a state from the host", jit(_write_state, last=OF_STATES)),
     )
 
 
@@ -353,11 +348,10 @@ def _attach(key, weights, state, slot, digests, token_ids, num_blocks):
     cache, num_found, num_possible = paged_cache.attach_prefix(
         state.cache, slot, digests, token_ids, num_blocks
     )
-    state = replace(state, cache=cache)
-    return state, num_found if cache.states is None else jnp.stack([num_found, num_possible])
+    return replace(state, cache=cache), jnp.stack([num_found, num_possible])
 
 
-def _publish(key, weights, state, slots, columns, digests, token_ids, is_snapshot=None):
+def _publish(key, weights, state, slots, columns, digests, token_ids, is_snapshot):
     cache = paged_cache.publish(state.cache, slots, columns, digests, token_ids, is_snapshot)
     return replace(state, cache=cache), None
 
@@ -375,15 +369,6 @@ def _write_blocks(key, weights, state, slot, first, values, *, group):
     return replace(state, cache=cache), None
 
 
-def _read_state(key, weights, state, slot):
-    return state, read_state(state.cache.states, slot)
-
-
-def _write_state(key, weights, state, slot, values):
-    states = write_state(state.cache.states, slot, values)
-    return replace(state, cache=replace(state.cache, states=states)), None
-
-
 _MAX_COMPILERS = 8
 
 
@@ -395,7 +380,7 @@ def list_calls(
     The arguments are padding, so the calls change nothing if all slots and the cache are empty.
     """
     S, C, M, W = sizes.num_slots, sizes.block_size, sizes.max_blocks_per_slot, PUBLISH_WIDTH
-    zero, marks = np.int32(0), () if cache.states is None else (np.zeros(W, bool),)
+    zero = np.int32(0)
     return [
         *_prefill_calls(programs, sizes),
         programs.score.call(
@@ -407,7 +392,7 @@ def list_calls(
         programs.reserve.call(_zeros(S)),
         programs.attach.call(zero, np.zeros((M, 8), np.uint32), _zeros(M, C), zero),
         programs.publish.call(
-            no_slots(W), _zeros(W), np.zeros((W, 8), np.uint32), _zeros(W, C), *marks
+            no_slots(W), _zeros(W), np.zeros((W, 8), np.uint32), _zeros(W, C), np.zeros(W, bool)
         ),
         programs.forget.call(),
         *(_swap_calls(programs, sizes, cache) if has_swap else []),
@@ -436,18 +421,10 @@ def _decode_calls(programs: Programs, sizes: Sizes) -> list[Call]:
 
 
 def _swap_calls(programs: Programs, sizes: Sizes, cache: PagedCache) -> list[Call]:
-    zero, width, calls = np.int32(0), sizes.swap_width, []
-    if cache.states is not None:
-        state = jax.tree.map(
-            lambda pool: np.zeros((pool.shape[0], *pool.shape[2:]), pool.dtype), cache.states.pools
-        )
-        # Use a slot that does not exist, so that nothing is written.
-        no_slot = np.int32(sizes.num_slots)
-        calls += [programs.read_state.call(zero), programs.write_state.call(no_slot, state)]
-    for group, pools_of in enumerate(each.pools for each in cache.groups):
-        piece = jax.tree.map(
-            lambda pool: np.zeros((pool.shape[0], width, *pool.shape[2:]), pool.dtype), pools_of
-        )
+    zero, calls = np.int32(0), []
+    for group, each in enumerate(cache.all_groups):
+        shapes = jax.eval_shape(lambda group: group.read(zero, zero, sizes.swap_width), each)
+        piece = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         calls.append(programs.read_blocks.call(zero, zero, group=group))
         calls.append(programs.write_blocks.call(zero, zero, piece, group=group))
     return calls

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from paged_jax.cache.sequence_blocks import digest_words, num_kept_blocks
+from paged_jax.cache.sequence_blocks import digest_words
 from paged_jax.runner.decode_state import DecodeState, TokenMasks, find_token_masks
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.executor import Executor, QueuedResult, require_blocks
@@ -77,7 +77,6 @@ class ModelRunner:
         self.executor = executor
         self._sizes = executor.sizes
         self._groups = executor.groups
-        self._state_groups = executor.state_groups
         self._state_interval = state_interval
         self._eos_token_ids = sorted(eos_token_ids)
         self._token_bias = token_bias
@@ -143,15 +142,14 @@ class ModelRunner:
         slot, executor = slot_of(sequence), self.executor
         self.flush()
         call = executor.programs.attach.call(np.int32(slot), digests, token_ids, np.int32(count))
-        found = np.asarray(executor.run(call)).reshape(-1)
-        num_found, num_possible = int(found[0]), int(found[-1])
+        num_found, num_possible = np.asarray(executor.run(call)).tolist()
         self._num_published[slot] = num_found
         sequence.num_known = num_possible * C
         return num_found * C
 
     def _may_be_cached(self, digests: list[bytes]) -> list[bytes]:
         """Return the longest prefix of `digests` that may be cached on the device."""
-        if self._groups[0].sliding_window is None:
+        if not self._groups[0].retention.frees:
             return list(itertools.takewhile(self._published.__contains__, digests))
         # Layers with a window only need the last blocks of a prefix, so earlier blocks may be
         # missing in the cache. Remove only the digests after the last digest that may be cached.
@@ -202,9 +200,6 @@ class ModelRunner:
                 jax.device_get(executor.run(read.call(slot, first, group=group)))
                 for group, first in self._swap_copies(sequence)
             ]
-            if self._state_groups:
-                state = executor.run(executor.programs.read_state.call(slot))
-                sequence.host_blocks.append(jax.device_get(state))
         self.release(sequence)
 
     def swap_in(self, sequence: Sequence) -> None:
@@ -214,9 +209,6 @@ class ModelRunner:
         num_tokens[slot] = sequence.num_computed
         with self._swapping(sequence):
             executor.run_unchecked(executor.programs.reserve.call(num_tokens))
-            if self._state_groups:
-                state = sequence.host_blocks.pop()
-                executor.run(executor.programs.write_state.call(slot, state))
             copies = zip(self._swap_copies(sequence), sequence.host_blocks, strict=True)
             for (group, first), values in copies:
                 write = executor.programs.write_blocks
@@ -236,8 +228,7 @@ class ModelRunner:
         if self.executor.compile_seconds == compiled:
             self.swap_seconds += time.perf_counter() - start
             C, num_tokens = self._sizes.block_size, sequence.num_computed
-            groups = self._groups, self._state_groups
-            self.num_swapped_blocks += num_swapped_blocks(num_tokens, C, *groups)
+            self.num_swapped_blocks += num_swapped_blocks(num_tokens, C, self._groups)
 
     def _swap_copies(self, sequence: Sequence) -> list[tuple[int, np.int32]]:
         """List the calls of `read_blocks` or `write_blocks` that swap a sequence out or in.
@@ -249,9 +240,7 @@ class ModelRunner:
         return [
             (number, np.int32(first))
             for number, group in enumerate(self._groups)
-            for first in range(
-                0, num_kept_blocks(sequence.num_computed, group.sliding_window, C), width
-            )
+            for first in range(0, group.retention.num_kept(sequence.num_computed, C), width)
         ]
 
     @property
@@ -367,8 +356,8 @@ class ModelRunner:
         for row, block in enumerate(blocks):
             slots[row], columns[row], token_ids[row] = block.slot, block.column, block.token_ids
             digests[row], is_snapshot[row] = digest_words([block.digest])[0], block.is_snapshot
-        marks = (is_snapshot,) if self._state_groups else ()
-        return self.executor.programs.publish.call(slots, columns, digests, token_ids, *marks)
+        publish = self.executor.programs.publish
+        return publish.call(slots, columns, digests, token_ids, is_snapshot)
 
     # Programs
 

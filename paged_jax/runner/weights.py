@@ -67,10 +67,8 @@ def _bits(x: jax.Array) -> jax.Array:
 # is for pools [L, P, K, C, D], scales [L, P, K, C], and copies of blocks.
 WHOLE = PartitionSpec()
 OF_HEADS = PartitionSpec(None, None, AXIS)
-# OF_HEADS is also for pools of recurrent states [L, P, ...]. Their third dimension, heads or
-# channels, is divided. OF_STATES is for a copy of a sequence's states: it has no dimension P, so
-# its second dimension is divided.
-OF_STATES = PartitionSpec(None, AXIS)
+# OF_HEADS is also for pools of recurrent states [L, P, ...] and copies of states [L, 1, ...]. Their
+# third dimension, heads or channels, is divided.
 
 _Function = Callable[..., tuple[DecodeState, Any]]
 

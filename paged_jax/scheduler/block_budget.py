@@ -17,13 +17,10 @@ from collections.abc import Sequence as Items
 from typing import Protocol
 
 from paged_jax.cache.sequence_blocks import (
-    first_kept_column,
-    max_blocks_in_window,
     num_blocks_needed,
     num_cached_tokens_at,
-    num_kept_blocks,
 )
-from paged_jax.models.layer_groups import LayerGroup
+from paged_jax.models.layer_groups import CacheSpec
 from paged_jax.scheduler.request import Sequence
 
 
@@ -66,12 +63,7 @@ class BlockMemory(Protocol):
         ...
 
 
-def num_swapped_blocks(
-    num_tokens: int,
-    block_size: int,
-    groups: Items[LayerGroup],
-    state_groups: Items[LayerGroup] = (),
-) -> int:
+def num_swapped_blocks(num_tokens: int, block_size: int, groups: Items[CacheSpec]) -> int:
     """Return the number of blocks that are copied when a sequence is swapped.
 
     The unit is a block of all layers. If there are several groups, a block of a single group counts
@@ -84,13 +76,8 @@ def num_swapped_blocks(
       >>> num_swapped_blocks(64, 16, groups[:1]), num_swapped_blocks(64, 16, groups)
       (4, 2)
     """
-    if len(groups) == 1 and not state_groups:
-        return num_kept_blocks(num_tokens, groups[0].sliding_window, block_size)
-    kept = [num_kept_blocks(num_tokens, group.sliding_window, block_size) for group in groups]
-    sizes = [group.num_values for group in groups]
-    total = sum(size * num_blocks for size, num_blocks in zip(sizes, kept, strict=True))
-    total += -(-sum(group.num_state_values for group in state_groups) // block_size)
-    return -(-total // sum(sizes))
+    total = sum(group.num_copied_values(num_tokens, block_size) for group in groups)
+    return -(-total // (block_size * sum(group.num_values for group in groups)))
 
 
 class BlockBudget:
@@ -101,21 +88,13 @@ class BlockBudget:
     Args:
       num_blocks: P, number of blocks of the first group.
       block_size: C, number of tokens in a block.
-      groups: the groups of attention layers. The first group keeps the most tokens.
-      state_groups: the groups of recurrent layers.
+      groups: the groups of the cache. The first group keeps the most tokens.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        groups: Items[LayerGroup],
-        state_groups: Items[LayerGroup] = (),
-    ):
+    def __init__(self, num_blocks: int, block_size: int, groups: Items[CacheSpec]):
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._groups = groups
-        self._state_groups = state_groups
 
     # Counts for a single sequence
 
@@ -151,7 +130,7 @@ class BlockBudget:
 
     def num_swapped(self, num_tokens: int) -> int:
         """Return the number of blocks that are copied when a sequence is swapped."""
-        return num_swapped_blocks(num_tokens, self.block_size, self._groups, self._state_groups)
+        return num_swapped_blocks(num_tokens, self.block_size, self._groups)
 
     # The following methods count blocks of sequences while a step is planned.
 
@@ -217,24 +196,15 @@ class WindowBlockBudget(BlockBudget):
     be preempted.
 
     Args:
-      num_blocks, block_size, groups, state_groups: see `BlockBudget`.
+      num_blocks, block_size, groups: see `BlockBudget`.
       max_chunk: maximum number of tokens that a step prefills per sequence.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        groups: Items[LayerGroup],
-        state_groups: Items[LayerGroup],
-        max_chunk: int,
-    ):
-        super().__init__(num_blocks, block_size, groups, state_groups)
-        window = groups[0].sliding_window
-        assert window is not None
-        self._window = window  # The largest window of the model.
-        self._most_decoding = max_blocks_in_window(window, 1, block_size)
-        self._most = max_blocks_in_window(window, max_chunk, block_size)
+    def __init__(self, num_blocks: int, block_size: int, groups: Items[CacheSpec], max_chunk: int):
+        super().__init__(num_blocks, block_size, groups)
+        self._rule = rule = groups[0].retention  # The group that keeps the most tokens.
+        self._most_decoding = rule.max_held(1, block_size)
+        self._most = rule.max_held(max_chunk, block_size)
 
     @property
     def max_length(self) -> int | None:
@@ -267,7 +237,7 @@ class WindowBlockBudget(BlockBudget):
     def num_in_row(self, num_tokens: int, program_start: int) -> int:
         """Return the number of blocks of a sequence that its slot has not freed yet."""
         num_blocks = num_blocks_needed(num_tokens, self.block_size)
-        return num_blocks - self._first_kept(program_start)
+        return num_blocks - self._num_freed(program_start)
 
     def num_free(self, memory: BlockMemory, running: list[Sequence]) -> int:
         """Return P minus the blocks of running sequences; shared blocks count once per sequence.
@@ -294,7 +264,7 @@ class WindowBlockBudget(BlockBudget):
         These blocks have left the window since the start of the last program (a prefill chunk or a
         dispatch of decode steps).
         """
-        return self._first_kept(sequence.num_computed) - self._first_kept(sequence.program_start)
+        return self._num_freed(sequence.num_computed) - self._num_freed(sequence.program_start)
 
     def num_for_decode(self, sequence: Sequence) -> int:
         """Return the number of blocks that the next decode step of a sequence takes.
@@ -327,5 +297,15 @@ class WindowBlockBudget(BlockBudget):
         most = self.num_required(num_cached_tokens_at(sequence.max_length))
         return most > self.num_in_row(length, num_cached_tokens_at(length))
 
-    def _first_kept(self, num_tokens: int) -> int:
-        return first_kept_column(num_tokens, self._window, self.block_size)
+    def _num_freed(self, num_tokens: int) -> int:
+        size = self.block_size
+        return self._rule.num_freed(self._rule.cursor(num_tokens, size), size)
+
+
+def make_budget(
+    num_blocks: int, block_size: int, groups: Items[CacheSpec], max_chunk: int
+) -> BlockBudget:
+    """Return the budget for the group that keeps the most tokens; see the classes."""
+    if groups[0].retention.frees:
+        return WindowBlockBudget(num_blocks, block_size, groups, max_chunk)
+    return BlockBudget(num_blocks, block_size, groups)

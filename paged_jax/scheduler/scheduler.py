@@ -32,8 +32,8 @@ from typing import Literal
 
 from paged_jax.arguments import ArgumentError
 from paged_jax.cache.sequence_blocks import num_cached_tokens_at
-from paged_jax.models.layer_groups import LayerGroup
-from paged_jax.scheduler.block_budget import BlockBudget, BlockMemory, WindowBlockBudget
+from paged_jax.models.layer_groups import CacheSpec, LayerGroup
+from paged_jax.scheduler.block_budget import BlockBudget, BlockMemory, make_budget
 from paged_jax.scheduler.outputs import EngineStats, PreemptionAdvantage, PreemptionNote
 from paged_jax.scheduler.queue import Queue
 from paged_jax.scheduler.request import Request, Sequence
@@ -88,7 +88,6 @@ class Scheduler:
       costs: costs of the two ways to preempt. The caller may change them at any time.
       groups: groups of layers that keep the same tokens, see `ModelConfig.layer_groups`. The first
         group keeps the most tokens. By default all layers keep all tokens.
-      state_groups: groups of recurrent layers, see `ModelConfig.state_groups`.
       state_interval: prompt chunks end at multiples of this number of tokens, at which recurrent
         states can be added to the prefix cache; None if no layer is recurrent. It is a multiple of
         `block_size`.
@@ -112,8 +111,7 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         preemption: Preemption = "auto",
         costs: PreemptionCosts | None = None,
-        groups: Items[LayerGroup] = (LayerGroup(None, (0,)),),
-        state_groups: Items[LayerGroup] = (),
+        groups: Items[CacheSpec] = (LayerGroup(None, (0,)),),
         state_interval: int | None = None,
         stats: EngineStats | None = None,
     ):
@@ -127,12 +125,7 @@ class Scheduler:
         self.costs = costs or PreemptionCosts()
         self.stats = stats or EngineStats()
         self.state_interval = state_interval
-        sizes = num_blocks, block_size, groups, state_groups
-        self.block_budget = (
-            BlockBudget(*sizes)
-            if groups[0].sliding_window is None
-            else WindowBlockBudget(*sizes, max_chunk)
-        )
+        self.block_budget = make_budget(num_blocks, block_size, groups, max_chunk)
         queue = self._queue = Queue(num_slots, self.block_budget)
         self.lookahead = Lookahead(queue, max_steps, has_drafts=has_drafts)
         self._admission = Admission(

@@ -80,9 +80,8 @@ def check_tokens(cache: PagedCache, blocks: GroupsModel) -> None:
 
 def swap(cache: PagedCache, source: jax.Array, target: jax.Array):
     """Read everything of a slot, release it, and restore it in another slot or the same."""
-    num_tokens, groups = cache.lengths[source], range(len(cache.groups))
+    num_tokens, groups = cache.lengths[source], range(len(cache.all_groups))
     saved = [contents.read_blocks(cache, source, 0, width=M, group=group) for group in groups]
-    state = None if cache.states is None else contents.read_state(cache.states, source)
     slots = jnp.arange(S, dtype=jnp.int32)
     cache = paged_cache.release(cache, slots == source)
     counts = jnp.where(slots == target, num_tokens, 0)
@@ -90,8 +89,6 @@ def swap(cache: PagedCache, source: jax.Array, target: jax.Array):
     target = jnp.where(ok & (num_tokens > 0), target, S)
     for group, values in enumerate(saved):
         cache = contents.write_blocks(cache, target, 0, values, group=group)
-    if cache.states is not None and state is not None:
-        cache = replace(cache, states=contents.write_state(cache.states, target, state))
     return cache, ok
 
 

@@ -5,7 +5,7 @@ import numpy as np
 
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks.tables import BlockTables
-from paged_jax.cache.sequence_blocks import first_kept_column, num_blocks_needed
+from paged_jax.cache.sequence_blocks import num_blocks_needed
 
 
 def check_invariants(tables: BlockTables) -> None:
@@ -29,9 +29,12 @@ def check_invariants(tables: BlockTables) -> None:
     require(is_length.all(), "lengths", "fit the tables", lengths.tolist())
     begins = _checked_first_columns(tables, lengths)
     ends = num_blocks_needed(lengths, tables.block_size)
-    for slot, row in enumerate(table.tolist()):
-        left, held, rest = np.split(row, [begins[slot], ends[slot]])
-        name = f"block_tables[{slot}]"
+    columns = np.arange(tables.max_blocks_per_slot)
+    for slot, entries in enumerate(table):
+        is_full = columns < ends[slot]
+        is_kept = tables.retention.is_kept(columns, begins[slot], tables.block_size)
+        held, left = entries[is_full & is_kept], entries[is_full & ~is_kept]
+        name, rest, row = f"block_tables[{slot}]", entries[~is_full], entries.tolist()
         require(np.all((0 <= held) & (held < num_blocks)), name, "cover the length", row)
         require(len(np.unique(held)) == len(held), name, "hold a block once", row)
         require(np.all(left == num_blocks), name, f"be {num_blocks} before first_columns", row)
@@ -46,15 +49,14 @@ def check_invariants(tables: BlockTables) -> None:
 def _checked_first_columns(tables: BlockTables, lengths: np.ndarray) -> np.ndarray:
     """Check and return the first column of each slot that is not freed.
 
-    With a window, the column must be at most `first_kept_column`, because the slot needs the blocks
-    from there on. It may be lower, because a slot frees the blocks that left its window only when
-    it grows.
+    If slots free blocks, the column must be at most `Retention.cursor`, because the slot needs the
+    blocks from there on. It may be lower, because a slot frees blocks only when it grows.
     """
-    if tables.window is None:
+    if not tables.retention.frees:
         require(tables.first_columns is None, "first_columns", "be None", tables.first_columns)
         return np.zeros_like(lengths)
     first_columns = np.asarray(tables.first_columns)
-    kept = first_kept_column(lengths, tables.window, tables.block_size)
+    kept = tables.retention.cursor(lengths, tables.block_size)
     is_kept = (first_columns >= 0) & (first_columns <= kept)
     rule = f"be 0 to {kept.tolist()}, where windows begin"
     require(is_kept.all(), "first_columns", rule, first_columns.tolist())

@@ -14,7 +14,6 @@ from paged_jax.cache import block_pool
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks.state_tables import StateTables, attach_state
 from paged_jax.cache.blocks.tables import BlockTables, check_dtype
-from paged_jax.cache.sequence_blocks import first_kept_column
 from paged_jax.dims import bind
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill, typed_jit, without_index_checks
 
@@ -126,18 +125,17 @@ def _start_slot(
     Args:
       tables: the tables of a group.
       slot: i32[], an empty slot. Nothing changes if it is equal to the number of slots.
-      blocks: i32[N], the cached blocks of a sequence. With a window, the slot gets only the blocks
-        from `first_kept_column` on.
+      blocks: i32[N], the cached blocks of a sequence. The slot gets only those that it keeps.
       num_found: i32[], the number of blocks in the prefix.
     """
     columns = jnp.arange(len(blocks), dtype=jnp.int32)
     is_taken = columns < num_found
     num_tokens = num_found * tables.block_size
-    if (state := tables.window_state) is not None:
-        window, first_columns = state
-        kept = first_kept_column(num_tokens, window, tables.block_size)
-        is_taken &= columns >= kept
-        tables = replace(tables, first_columns=first_columns.at[slot].set(kept, mode="drop"))
+    if tables.first_columns is not None:
+        cursor = tables.retention.cursor(num_tokens, tables.block_size)
+        is_taken &= tables.retention.is_kept(columns, cursor, tables.block_size)
+        cursors = tables.first_columns.at[slot].set(cursor, mode="drop")
+        tables = replace(tables, first_columns=cursors)
     blocks = jnp.where(is_taken, blocks, tables.num_blocks)
     return replace(
         tables,
@@ -311,7 +309,7 @@ def _full_blocks(
     slots = jnp.where(is_slot, slots, 0)
     is_full = is_slot & (columns >= 0) & (columns < tables.lengths[slots] // tables.block_size)
     blocks = tables.block_tables[slots, jnp.where(is_full, columns, 0)]
-    if tables.window is None:
+    if tables.first_columns is None:
         return blocks, is_full
     is_full &= blocks < tables.num_blocks
     return jnp.where(is_full, blocks, 0), is_full
@@ -368,7 +366,7 @@ def _longest_prefix(
     size = len(hits[0])
     index = jnp.arange(size, dtype=jnp.int32)
     both = list(zip(groups, hits, strict=True))
-    whole = [is_hit for tables, is_hit in both if tables.window is None]
+    whole = [is_hit for tables, is_hit in both if not tables.retention.frees]
     longest = [jnp.min(jnp.where(is_hit, size, index), initial=size) for is_hit in whole]
     most = functools.reduce(jnp.minimum, longest or [limit])
     if len(whole) == len(groups) and is_allowed is None:
@@ -376,10 +374,10 @@ def _longest_prefix(
     counts = jnp.arange(size + 1, dtype=jnp.int32)
     is_possible = counts <= most if is_allowed is None else (counts <= most) & is_allowed
     for tables, is_hit in both:
-        if tables.window is not None:
-            kept = first_kept_column(counts * tables.block_size, tables.window, tables.block_size)
+        rule, size = tables.retention, tables.block_size
+        if rule.frees:
             num_missed = jnp.pad(jnp.cumsum(~is_hit, dtype=jnp.int32), (1, 0))
-            is_possible &= num_missed[kept] == num_missed
+            is_possible &= rule.has_kept(num_missed, rule.cursor(counts * size, size), size)
     return jnp.max(jnp.where(is_possible, counts, 0))
 
 

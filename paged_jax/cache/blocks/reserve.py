@@ -16,7 +16,7 @@ from paged_jax.arguments import check_positive
 from paged_jax.cache import block_pool
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks.tables import BlockTables, as_slot_values, slide
-from paged_jax.cache.sequence_blocks import first_kept_column, num_blocks_needed
+from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.formatting import short_repr
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
 
@@ -144,7 +144,7 @@ def begin_reserve(
     """
     num_tokens = as_slot_values(function, "num_tokens", num_tokens, jnp.int32, tables)
     check_positive(function, max_tokens=max_tokens)
-    if tables.window is not None:
+    if tables.first_columns is not None:
         tables = slide(tables, num_tokens > 0)
     capacity = tables.max_blocks_per_slot * tables.block_size
     max_tokens = min(max_tokens, capacity)
@@ -209,22 +209,19 @@ def begin_restore(tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int
     check_positive("restore", max_tokens=max_tokens)
     is_refused = (num_tokens > max_tokens) | ((num_tokens > 0) & (tables.lengths > 0))
     num_tokens = jnp.where(is_refused, -1, num_tokens)
-    if (state := tables.window_state) is None:
+    if (first_columns := tables.first_columns) is None:
         return begin_reserve(tables, num_tokens, max_tokens=max_tokens, function="restore")
-    # A restored slot gets blocks only for the tokens of its window. So pretend that the slot has
+    # A restored slot gets blocks only for the tokens that it keeps. So pretend that the slot has
     # already stored all earlier tokens and freed their blocks, and append the rest.
-    window, first_columns = state
     is_new = num_tokens > 0
-    kept = first_kept_column(num_tokens, window, tables.block_size)
+    kept = tables.retention.cursor(num_tokens, tables.block_size)
     num_left = jnp.where(is_new, kept * tables.block_size, 0)
     slid = replace(
         tables,
         first_columns=jnp.where(is_new, kept, first_columns),
         lengths=jnp.where(is_new, num_left, tables.lengths),
     )
-    # At most window + 2 * C tokens are appended: the window of the first token in the last block,
-    # fewer than C tokens before this window (in its first block), and fewer than C tokens after it.
-    most = min(max_tokens, window + 2 * tables.block_size)
+    most = min(max_tokens, tables.retention.max_restored(tables.block_size))
     begun = begin_reserve(slid, num_tokens - num_left, max_tokens=most, function="restore")
     before = replace(begun.tables, lengths=tables.lengths, first_columns=first_columns)
     return begun._replace(tables=before)

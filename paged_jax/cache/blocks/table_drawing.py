@@ -65,10 +65,14 @@ def _draw_slot(tables: BlockTables, slot: int, length: int, counts: np.ndarray) 
     size = tables.block_size
     row = np.asarray(tables.block_tables[slot])
     lines = [f"  sequence in slot {slot}, {length} tokens"]
-    begin = 0 if tables.first_columns is None else int(tables.first_columns[slot])
-    if begin:
-        lines.append(f"    logical   0 to {begin - 1} were freed: they left the sliding window")
-    for logical in range(begin, num_blocks_needed(length, size)):
+    rule, begin = tables.retention, 0
+    cursor = 0 if tables.first_columns is None else int(tables.first_columns[slot])
+    if num_freed := rule.num_freed(cursor, size):
+        begin, last = (rule.freed_column(index, size) for index in (0, num_freed - 1))
+        lines.append(f"    logical {begin:3d} to {last} were freed: they left the sliding window")
+        begin = last + 1
+    kept = [x for x in range(num_blocks_needed(length, size)) if rule.is_kept(x, cursor, size)]
+    for logical in kept:
         first, last = logical * size, min(length, (logical + 1) * size) - 1
         physical = int(row[logical])
         sharing = f"   shared by {counts[physical]}" if counts[physical] > 1 else ""

@@ -29,7 +29,8 @@ from paged_jax.arguments import check_positive, names_arguments
 from paged_jax.cache import block_pool
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.drawing import BlockMap, BlockRow, draw_html, draw_text
-from paged_jax.cache.sequence_blocks import first_kept_column, num_blocks_needed
+from paged_jax.cache.retention import Retention, retention
+from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.dims import bind
 from paged_jax.formatting import cut, integers, shortened
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill, typed_jit, without_index_checks
@@ -50,10 +51,10 @@ class BlockTables:
       lengths: i32[S], the number of tokens in each slot; 0 if it is empty.
       block_size: C, the number of tokens in a block (static).
       window: the number of tokens that a query attends to, including its own position (static);
-        None for all tokens. When a slot grows, it frees the blocks that no later token attends to.
-        Their columns become P.
-      first_columns: i32[S], the first column of each slot that is not freed yet, at most
-        `first_kept_column`; None without a window.
+        None for all tokens, or another `Retention`. When a slot grows, it frees the blocks that no
+        later token attends to. Their columns become P.
+      first_columns: i32[S], the cursor of each slot, at most `Retention.cursor`. All columns before
+        it that the slot does not need are freed. None if slots free no blocks while they grow.
 
     Example:
       >>> from paged_jax.cache.blocks import reserve
@@ -69,7 +70,7 @@ class BlockTables:
     block_tables: jax.Array
     lengths: jax.Array
     block_size: int = field(metadata={"static": True})
-    window: int | None = field(default=None, metadata={"static": True})
+    window: int | Retention | None = field(default=None, metadata={"static": True})
     first_columns: jax.Array | None = None
 
     def __repr__(self) -> str:
@@ -93,7 +94,7 @@ class BlockTables:
         num_slots: int,
         max_blocks_per_slot: int,
         block_size: int,
-        window: int | None = None,
+        window: int | Retention | None = None,
     ) -> "BlockTables":
         """Return `num_slots` empty slots over a pool of `num_blocks` free blocks.
 
@@ -107,7 +108,7 @@ class BlockTables:
             num_slots=num_slots,
             max_blocks_per_slot=max_blocks_per_slot,
             block_size=block_size,
-            **({} if window is None else {"window": window}),
+            **({"window": window} if isinstance(window, int) else {}),
         )
         _check_below("num_blocks", num_blocks, "Use fewer, larger blocks.")
         _check_below(
@@ -121,15 +122,13 @@ class BlockTables:
             lengths=jnp.zeros(num_slots, jnp.int32),
             block_size=block_size,
             window=window,
-            first_columns=None if window is None else jnp.zeros(num_slots, jnp.int32),
+            first_columns=jnp.zeros(num_slots, jnp.int32) if retention(window).frees else None,
         )
 
     @property
-    def window_state(self) -> tuple[int, jax.Array] | None:
-        """The pair of `window` and `first_columns`; None if the tables have no window."""
-        if self.window is None or self.first_columns is None:
-            return None
-        return self.window, self.first_columns
+    def retention(self) -> Retention:
+        """The rule for the tokens that slots keep, from `window`."""
+        return retention(self.window)
 
     @property
     def num_slots(self) -> int:
@@ -203,7 +202,7 @@ def describe_use(tables: BlockTables) -> str | None:
     shape = getattr(tables.pool.ref_counts, "shape", ())
     if num_free is None or lengths is None or len(shape) != 1:
         return None
-    window = "" if tables.window is None else f", window {tables.window}"
+    window = f", window {tables.retention.label}" if tables.retention.frees else ""
     return (
         f"{shape[0] - int(num_free)} of {shape[0]} blocks of {tables.block_size} tokens in use"
         f"{window}, lengths {shortened(lengths.tolist())}"
@@ -260,27 +259,42 @@ def _update_slots(update: Update, tables: BlockTables, mask: jax.Array) -> Block
     held = jnp.where(mask, num_blocks_needed(tables.lengths, tables.block_size), 0)
     if tables.first_columns is None:
         return _in_pieces(update, tables, held)
-    begins = jnp.where(mask, tables.first_columns, 0)
-    return _in_pieces(update, tables, held - begins, begins)
+    rule, size = tables.retention, tables.block_size
+    cursors = jnp.where(mask, tables.first_columns, 0)
+
+    def find_column(index: jax.Array, cursor: jax.Array) -> jax.Array:
+        return rule.kept_column(index, cursor, size)
+
+    return _in_pieces(update, tables, held - rule.num_freed(cursors, size), cursors, find_column)
 
 
 @without_index_checks
 @typed_jit
-def _drop_columns(tables: BlockTables, begins: jax.Array, ends: jax.Array) -> BlockTables:
-    """Free the blocks of each slot in the columns ``begins <= column < ends``, both i32[S]."""
-    return _in_pieces(_empty_piece, tables, jnp.maximum(ends - begins, 0), begins)
+def _free_up_to(tables: BlockTables, before: jax.Array, after: jax.Array) -> BlockTables:
+    """Free the blocks between an old and a new cursor of each slot, both i32[S]."""
+    rule, size = tables.retention, tables.block_size
+    begins, ends = rule.num_freed(before, size), rule.num_freed(after, size)
+
+    def find_column(index: jax.Array, begin: jax.Array) -> jax.Array:
+        return rule.freed_column(index + begin, size)
+
+    return _in_pieces(_empty_piece, tables, jnp.maximum(ends - begins, 0), begins, find_column)
 
 
 def _in_pieces(
-    update: Update, tables: BlockTables, counts: jax.Array, begins: jax.Array | None = None
+    update: Update,
+    tables: BlockTables,
+    counts: jax.Array,
+    begins: jax.Array | None = None,
+    find_column: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add,
 ) -> BlockTables:
-    """Apply `update` to `counts` i32[S] table entries of each slot, from column `begins` on.
+    """Apply `update` to `counts` i32[S] table entries of each slot.
 
-    `begins` is i32[S]; None means column 0. `update(tables, rows, columns)` is called for `_PIECE`
-    entries at a time and returns new tables. Slots are processed in order, and the last block of
-    each slot is processed first. In the last call, `rows` and `columns` are padded with positions
-    outside the table. So the cost is proportional to the number of blocks, not to the size of the
-    table.
+    Entry number i of slot s is in column ``find_column(i, begins[s])``; in column i if `begins` is
+    None. `update(tables, rows, columns)` is called for `_PIECE` entries at a time and returns new
+    tables. Slots are processed in order, and the last block of each slot is processed first. In the
+    last call, `rows` and `columns` are padded with positions outside the table. So the cost is
+    proportional to the number of blocks, not to the size of the table.
     """
     num_slots, width = tables.block_tables.shape
     ends = jnp.cumsum(counts, dtype=jnp.int32)
@@ -291,7 +305,7 @@ def _in_pieces(
         rows = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
         columns = ends.at[rows].get(mode="clip") - 1 - index
         if begins is not None:
-            columns += begins.at[rows].get(mode="clip")
+            columns = find_column(columns, begins.at[rows].get(mode="clip"))
         return update(tables, rows, jnp.where(rows < num_slots, columns, width))
 
     num_pieces = (ends[-1] + size - 1) // size
@@ -318,12 +332,11 @@ def slide(tables: BlockTables, mask: jax.Array) -> BlockTables:
       >>> tables.block_tables.tolist(), tables.first_columns.tolist()
       ([[8, 8, 2, 3, 4, 8, 8, 8]], [2])
     """
-    if (state := tables.window_state) is None:
+    if (cursors := tables.first_columns) is None:
         return tables
-    window, first_columns = state
-    ends = jnp.where(mask, first_kept_column(tables.lengths, window, tables.block_size), 0)
-    after = _drop_columns(tables, first_columns, ends)
-    return replace(after, first_columns=jnp.maximum(first_columns, ends))
+    ends = jnp.where(mask, tables.retention.cursor(tables.lengths, tables.block_size), 0)
+    after = _free_up_to(tables, cursors, ends)
+    return replace(after, first_columns=jnp.maximum(cursors, ends))
 
 
 def shortest_lengths(tables: BlockTables) -> jax.Array | int:
@@ -331,12 +344,10 @@ def shortest_lengths(tables: BlockTables) -> jax.Array | int:
 
     It is 0 without a window. In a shorter slot, the next token would attend to freed blocks.
     """
-    if (state := tables.window_state) is None:
+    if (cursors := tables.first_columns) is None:
         return 0
-    window, first_columns = state
-    size = tables.block_size
-    least = num_blocks_needed(first_columns * size + window - 1, size) * size
-    return jnp.where(first_columns > 0, least, 0)
+    least = tables.retention.shortest_length(cursors, tables.block_size)
+    return jnp.where(cursors > 0, least, 0)
 
 
 def fork(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.Array]:
