@@ -18,7 +18,8 @@ from paged_jax import Engine, RequestOutput, SamplingParams, log_probs, rollout
 from paged_jax.engine.drafts import Drafter
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.parts.convolution import ShortConvolution
-from paged_jax.models.parts.delta_net import GatedDeltaNet, KimiDelta
+from paged_jax.models.parts.delta_net import GatedDeltaNet
+from paged_jax.models.parts.kimi_delta import KimiDelta
 from paged_jax.models.parts.latent import LatentSizes
 from paged_jax.models.parts.state_space import Mamba2
 from paged_jax.runner import runner

@@ -22,8 +22,9 @@ from paged_jax.models.llama_config import Multipliers
 from paged_jax.models.loading.orbax import save_checkpoint
 from paged_jax.models.loading.parameters import named_arrays
 from paged_jax.models.parts.convolution import ShortConvolution
-from paged_jax.models.parts.delta_net import GatedDeltaNet, KimiDelta
+from paged_jax.models.parts.delta_net import GatedDeltaNet
 from paged_jax.models.parts.experts import Router
+from paged_jax.models.parts.kimi_delta import KimiDelta
 from paged_jax.models.parts.latent import LatentAttention, LatentSizes
 from paged_jax.models.parts.state_space import Mamba2
 from paged_jax.models.parts.streams import ResidualStreams

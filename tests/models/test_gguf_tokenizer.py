@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from paged_jax.models.gguf_file import GgufFile
-from paged_jax.models.text.gguf_tokenizer import PRE_TOKENIZERS, read_gguf_tokenizer
+from paged_jax.models.text.gguf_pre_tokenizers import PRE_TOKENIZERS
+from paged_jax.models.text.gguf_tokenizer import read_gguf_tokenizer
 from paged_jax.models.text.special_tokens import TokenizerError
 from paged_jax.models.text.tokenizer import Tokenizer
 from tests.support.gguf_files import write

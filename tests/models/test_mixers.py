@@ -19,8 +19,9 @@ from paged_jax.models.loading.tensor_map import standard_name
 from paged_jax.models.paged_model import create_cache
 from paged_jax.models.parts.attention import Attention
 from paged_jax.models.parts.convolution import ShortConvolution
-from paged_jax.models.parts.delta_net import GatedDeltaNet, KimiDelta
+from paged_jax.models.parts.delta_net import GatedDeltaNet
 from paged_jax.models.parts.experts import Experts
+from paged_jax.models.parts.kimi_delta import KimiDelta
 from paged_jax.models.parts.mlp import Dense
 from paged_jax.models.parts.part import LayerCall
 from paged_jax.models.parts.state_space import Mamba2

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from paged_jax.models.parts.delta_net import KimiDelta
+from paged_jax.models.parts.kimi_delta import KimiDelta
 from paged_jax.models.parts.state_space import Mamba2
 from paged_jax.models.tensor_parallel import shard_config, widen_config
 from tests.support.decode_step import LLAMA_3_8B

@@ -54,8 +54,8 @@ from paged_jax.models.families.recurrent_entries import (
 )
 from paged_jax.models.layer_spec import LayerSpec
 from paged_jax.models.parts.activation import Activation
-from paged_jax.models.parts.delta_net import KimiDelta
 from paged_jax.models.parts.experts import Experts
+from paged_jax.models.parts.kimi_delta import KimiDelta
 from paged_jax.models.parts.latent import LatentAttention
 from paged_jax.models.parts.norm import Norm
 
