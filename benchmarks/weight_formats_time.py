@@ -17,6 +17,7 @@ import functools
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ import numpy as np
 
 from benchmarks.common.device_time import Program, memory_rate, take_turns
 from benchmarks.common.environment import environment, write_json
-from paged_jax.kernels.linear import Weight, linear, reads_interleaved_rows
+from paged_jax.kernels.dispatch import weight_store
+from paged_jax.kernels.linear import Weight, linear
 from paged_jax.kernels.weight_formats import (
     CODES,
     WeightArrays,
@@ -34,7 +36,7 @@ from paged_jax.kernels.weight_formats import (
     dequantise,
     num_bits,
 )
-from paged_jax.kernels.weight_packing import interleave, pack, store_scales
+from paged_jax.kernels.weight_packing import pack, store_scales
 
 FORMATS: Mapping[str, WeightFormat] = {
     "bfloat16": WeightFormat("bfloat16"),
@@ -86,14 +88,12 @@ def random_weight(format: WeightFormat, size: int, rng: np.random.Generator) -> 
 
 def as_weight(arrays: WeightArrays, format: WeightFormat, backend: str | None = None) -> Weight:
     """Return a square weight on the first device, stored as engines store it for a backend."""
-    code, dtype = format.code if format.is_packed else None, jnp.dtype("bfloat16")
     size = arrays.values.shape[0]
-    is_interleaved = backend != "xla" and reads_interleaved_rows(
-        jax.default_backend(), format, (size, size), dtype
-    )
-    stored = arrays.map_rows(interleave) if is_interleaved else arrays
+    store = weight_store(jax.default_backend(), backend)
+    [layout] = store.layouts([(format, (size, size))], jnp.bfloat16)
+    stored = arrays if layout is None else arrays.map_rows(layout.prepare)
     on_device = jax.tree.map(jnp.asarray, stored)
-    return Weight(*on_device, code=code, dtype=dtype, is_interleaved=is_interleaved)
+    return Weight.of_format(on_device, replace(format, layout=layout), jnp.bfloat16)
 
 
 def relative_error(
@@ -161,9 +161,7 @@ def measure(
         if time.monotonic() - start > budget:
             print(f"{name}: no time left")
             continue
-        format = FORMATS[name]
-        if jax.default_backend() != "cpu":
-            format = format.widened  # as in models that are loaded there
+        format = weight_store(jax.default_backend()).stored_format(FORMATS[name], num_devices=1)
         arrays = random_weight(format, size, rng)
         weights = [as_weight(arrays, format, backend) for _ in range(num_weights)]
         stored = format.num_bytes((size, size))

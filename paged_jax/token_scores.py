@@ -23,7 +23,7 @@ from jax import lax
 
 from paged_jax.formatting import short_repr
 from paged_jax.kernels.linear import Weight, linear, linear_gradients
-from paged_jax.kernels.weight_packing import as_bits, from_bits
+from paged_jax.kernels.rows import as_bits, from_bits
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.sampling.sample import log_sum_exp
 
@@ -78,9 +78,8 @@ def score_rows(
     factors = 1 / temperature
     head = model.output_head(x)
     if head is not None and head.weight.scales is None:
-        weight = head.weight.in_order
         static = _Static(backend, head.finish, num_top)
-        return _score(static, head.x, weight.values, targets, factors)
+        return _score(static, head.x, head.weight.floats, targets, factors)
 
     def score(x: jax.Array, targets: jax.Array, factors: jax.Array) -> TokenScores:
         logits = model.logits(x) * factors[:, None]

@@ -139,11 +139,11 @@ def load_weights(options: EngineConfig) -> Weights:
     # Also take this branch for a missing folder, because `from_pretrained` raises the error for it.
     if mesh is None or not folder.exists():
         if jax.default_backend() == "cpu":
-            # The kernels for CPUs are fastest with stacked layers and interleaved rows. Other
-            # backends would copy each layer out of the stack, and undo the interleaving.
-            has_kernels = backend in (None, "cpu")
-            given |= {"scan_layers": None if has_kernels else False, "interleave": has_kernels}
-        return Weights(_with_numerics(options, from_pretrained(Decoder, model, **given)))
+            # The kernels for CPUs are fastest with stacked layers. Other backends would copy each
+            # layer out of the stack.
+            given["scan_layers"] = None if backend in (None, "cpu") else False
+        placed = from_pretrained(Decoder, model, backend=backend, **given)
+        return Weights(_with_numerics(options, placed))
     parallel = TensorParallel.create("Engine", mesh, read_config(folder))
     placed = Decoder.from_pretrained(folder, sharding=parallel.model_sharding, **given)
     # Use the config of the loaded model, because its dtype is the dtype of the loaded weights.

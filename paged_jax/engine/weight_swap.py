@@ -121,7 +121,7 @@ class WeightSwap:
     """Replaces the weights of an engine with a compiled program.
 
     The program renames, transposes and fuses the new weights, and donates the old weights. It needs
-    additional memory only if the old arrays must be kept, or for matrices with interleaved rows.
+    additional memory only if the old arrays must be kept, or for matrices in a layout of a backend.
 
     Args:
       executor: executor that holds the weights.

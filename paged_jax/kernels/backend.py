@@ -14,6 +14,8 @@ A `Backend` is an object with a method for each op that it implements::
     grouped_linear(x, w, sizes)     multiply rows, sorted by group, by the weights of their groups
     advance_rows(step)              advance states of recurrent layers by a token, see `StateStep`
 
+    stored_format, layouts          how weights are stored, see `WeightStore`
+
 Attention returns ``(out, lse)``, the output and the log-sum-exp. A write or copy returns the new
 `Pools`, changed in place if they are donated; `rope_write` returns the queries and the pools. For
 the first five ops, `Backend.refusal` returns why a backend does not support a call, or None. Each
@@ -28,7 +30,7 @@ The arrays of a call and its `Options` determine its result. A backend that is w
 a dataclass with a field `interpret`: whether its kernels run in Pallas' interpreter.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import (
     TYPE_CHECKING,
@@ -48,7 +50,7 @@ from jax.typing import DTypeLike
 
 from paged_jax.formatting import listed, short_repr
 from paged_jax.kernels.kv_dtypes import KVDtype
-from paged_jax.kernels.weight_formats import Weight
+from paged_jax.kernels.weight_formats import Layout, Weight, WeightFormat
 
 if TYPE_CHECKING:
     from jax.experimental.pallas.tpu import InterpretParams
@@ -591,4 +593,33 @@ class LinearOps(Protocol):
 
     def sum_rows(self, x: jax.Array) -> jax.Array:
         """Sum float32 ``[..., N]`` over the last dimension, to ``[..., 1]``."""
+        ...
+
+
+class WeightStore(Protocol):
+    """Methods of a backend that choose how the weights of a model are stored.
+
+    A format determines the arrays of a matrix, and so the memory of the model. A layout only
+    permutes their elements. Loading, replacing and returning weights call the `Layout`; models and
+    plans know nothing of it.
+    """
+
+    def stored_format(self, format: WeightFormat, num_devices: int) -> WeightFormat:
+        """Return the format in which matrices of a plain format are stored, without rounding.
+
+        Args:
+          format: a format of the files of a model.
+          num_devices: number of devices over which the model is divided.
+        """
+        ...
+
+    def layouts(
+        self, matrices: Sequence[tuple[WeightFormat, tuple[int, ...]]], dtype: DTypeLike
+    ) -> list[Layout | None]:
+        """Return the layout that kernels read fastest for each matrix; None for the plain layout.
+
+        Args:
+          matrices: stored format and shape ``[*out, in]`` of each matrix of a model.
+          dtype: float dtype of the model.
+        """
         ...

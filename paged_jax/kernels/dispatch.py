@@ -29,6 +29,7 @@ from paged_jax.kernels.backend import (
     LinearOps,
     Op,
     Problem,
+    WeightStore,
 )
 
 if TYPE_CHECKING:
@@ -237,6 +238,22 @@ def linear_backend(name: str | None) -> LinearOps:
     """
     backend = BACKENDS.get(name or "cpu")
     return backend if isinstance(backend, LinearOps) else general_backend()
+
+
+# Backends that store weights in their own way, by platform. The general backend stores the weights
+# for other platforms.
+_WEIGHT_STORES = {"cpu": "cpu"}
+
+
+def weight_store(platform: str, name: str | None = None) -> WeightStore:
+    """Return the backend that chooses the formats and layouts of a model's weights.
+
+    Args:
+      platform: `jax.Device.platform` of the devices that hold the weights.
+      name: name of the backend that will read the weights, or None for the best backend.
+    """
+    own = _WEIGHT_STORES.get(platform, "xla")
+    return cast(WeightStore, BACKENDS[own if name in (None, own) else "xla"])
 
 
 def run_kernel(

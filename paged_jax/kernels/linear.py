@@ -11,7 +11,7 @@ CPUs, NVIDIA GPUs and TPUs.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -29,7 +29,7 @@ from paged_jax.kernels.dispatch import (
     run_kernel,
 )
 from paged_jax.kernels.gradients import differentiable_once
-from paged_jax.kernels.weight_formats import Stack, Weight, WeightFormat
+from paged_jax.kernels.weight_formats import Stack, Weight
 
 __all__ = [
     "LayerWeights",
@@ -41,8 +41,6 @@ __all__ = [
     "grouped_linear",
     "linear",
     "linear_gradients",
-    "load_kernels_soon",
-    "reads_interleaved_rows",
     "reads_stacked_weights",
     "sum_rows",
 ]
@@ -160,41 +158,9 @@ def copies_weights(platform: str, dtype: DTypeLike, *, has_experts: bool) -> boo
     return platform == "cpu" and cpu_backend().copies_weights(dtype, has_experts=has_experts)
 
 
-def load_kernels_soon(codes: Collection[str], dtype: DTypeLike) -> None:
-    """Start to compile an engine's C++ kernels for CPUs in background threads.
-
-    Args:
-      codes: codes of the model's matrices, see `WeightFormat`.
-      dtype: float dtype of the model.
-    """
-    cpu_backend().load_soon(codes, dtype)
-
-
 def reads_stacked_weights(platform: str) -> bool:
     """Return whether a platform's kernels read weights in place from the stack of all layers."""
     return platform == "cpu" and cpu_backend().is_available()
-
-
-def reads_interleaved_rows(
-    platform: str, format: WeightFormat, shape: tuple[int, ...], dtype: DTypeLike
-) -> bool:
-    """Return whether kernels for a platform read weights with interleaved rows.
-
-    These kernels are faster with interleaved rows than with rows in the original order.
-
-    Args:
-      platform: see `copies_weights`.
-      format: format of the weight.
-      shape: shape of the weight, ``[*out, in]``.
-      dtype: float dtype of the model.
-    """
-    if platform != "cpu":
-        return False
-    shapes = format.shapes(shape)
-    arrays: Any = {name: jax.ShapeDtypeStruct(*shapes[name]) for name in shapes}
-    code = format.code if format.is_packed else None
-    weight = Weight(**arrays, code=code, dtype=jnp.dtype(dtype), is_interleaved=True)
-    return cpu_backend().supports_interleaved(weight)
 
 
 def attends_to_tiles(platform: str) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ _LARGE_BYTES = 1 << 22
 
 # The type of row indices, see `set_rows`.
 _Index = jax.Array | tuple[jax.Array, ...]
+_State = TypeVar("_State")
 
 
 def bits_of(dtype: DTypeLike) -> Any:
@@ -137,6 +138,52 @@ def pool_of_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     if math.prod(shape) * dtype.itemsize < _LARGE_BYTES:
         return jnp.zeros(shape, dtype)
     return cpu_backend().zeros(shape, dtype)
+
+
+def as_bits(x: jax.Array) -> jax.Array:
+    """Bitcast an array of floats of at most 16 bits to unsigned integers.
+
+    Other arrays are returned unchanged. Slice the result instead of the floats: before XLA's CPU
+    backend slices such floats, it converts the whole array to wider floats. It slices integers in
+    place. The result has no gradient.
+    """
+    if x.dtype.itemsize > 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
+def from_bits(x: jax.Array, dtype: Any) -> jax.Array:
+    """Undo `as_bits`: return the array with its original `dtype`."""
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+
+
+def scan_slices(
+    step: Callable[[_State, Any, jax.Array], _State], state: _State, stacked: Any
+) -> _State:
+    """Call ``state = step(state, slices, index)`` for each slice of stacked arrays.
+
+    Floats of a byte are sliced as integers, because XLA's CPU backend would convert the whole
+    stacks to slice them. Larger floats are not: kernels read them from the stacks.
+
+    Args:
+      step: function that returns the next state. `slices` is a tree like `stacked`, and `index` is
+        i32 ``[]``.
+      state: the first state, a tree of arrays.
+      stacked: tree of arrays with the same first dimension.
+    """
+
+    def as_integers(array: jax.Array) -> jax.Array:
+        return as_bits(array) if array.dtype.itemsize == 1 else array
+
+    def as_original(slice: jax.Array, array: jax.Array) -> jax.Array:
+        return from_bits(slice, array.dtype)
+
+    def body(state: _State, bits_and_index: Any) -> tuple[_State, None]:
+        bits, index = bits_and_index
+        return step(state, jax.tree.map(as_original, bits, stacked), index), None
+
+    indices = jnp.arange(len(jax.tree.leaves(stacked)[0]), dtype=jnp.int32)
+    return lax.scan(body, state, (jax.tree.map(as_integers, stacked), indices))[0]
 
 
 def take_rows(matrix: jax.Array, rows: jax.Array) -> jax.Array:

@@ -31,11 +31,13 @@ The functions accept arrays of NumPy and of JAX, and return arrays of the same k
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
 
 from paged_jax.formatting import short_repr
 from paged_jax.kernels.weight_packing import (
@@ -47,7 +49,6 @@ from paged_jax.kernels.weight_packing import (
     pack,
     scale_floats,
     split_levels,
-    undo_interleave,
     unpack,
 )
 
@@ -85,8 +86,30 @@ _INTEGER_FACTORS = {
 }  # fmt: skip
 # Codes whose numbers are consecutive integers.
 _CONSECUTIVE = ("int4", "uint4", "int5", "uint5")
-# Codes with kernels only for CPUs. On other platforms, loading stores these values as int8.
-_CODES_OF_CPUS = ("int5", "uint5")
+
+
+class Layout(Protocol):
+    """Order of the elements of a matrix in memory, which a backend chooses for its kernels.
+
+    It permutes the elements of the values, scales and minima. Shapes and dtypes stay the same, so
+    only `WeightFormat.layout` tells a prepared matrix from a plain one. Instances are hashable, and
+    equal if they permute in the same way. The methods accept arrays of NumPy and of JAX.
+    """
+
+    def prepare(self, array: Any) -> Any:
+        """Permute the values, scales or minima ``[*out, columns]`` of one or more matrices."""
+        ...
+
+    def unprepare(self, array: Any) -> Any:
+        """Undo `prepare`."""
+        ...
+
+    def take_rows(self, array: jax.Array, rows: jax.Array) -> jax.Array:
+        """Gather rows of a prepared array ``[N, columns]``, each in its plain order.
+
+        `rows` are indices of rows, i32 of any shape. The result is ``[*rows.shape, columns]``.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -101,7 +124,7 @@ class WeightFormat:
         a group size that divides 64; None for plain floats, which have no scales.
       min_dtype: dtype of the minima, like `scale_dtype`; None for no minima.
       has_order: whether the inputs are reordered.
-      is_interleaved: whether the rows are interleaved, see `weight_packing.interleave`.
+      layout: order of the elements in memory; None for the plain order.
     """
 
     code: str
@@ -109,7 +132,7 @@ class WeightFormat:
     scale_dtype: str | None = None
     min_dtype: str | None = None
     has_order: bool = False
-    is_interleaved: bool = False
+    layout: Layout | None = None
 
     @property
     def is_quantised(self) -> bool:
@@ -127,9 +150,9 @@ class WeightFormat:
         return jnp.dtype("uint8" if self.is_packed else self.code)
 
     @property
-    def in_order(self) -> "WeightFormat":
-        """The same format without interleaved rows."""
-        return replace(self, is_interleaved=False)
+    def plain(self) -> "WeightFormat":
+        """The same format in the plain layout."""
+        return replace(self, layout=None)
 
     @property
     def has_sections(self) -> bool:
@@ -147,22 +170,22 @@ class WeightFormat:
 
     @property
     def widened(self) -> "WeightFormat":
-        """The same format without compact storage, for kernels that do not support it.
+        """The same format without values of 5 bits and without scales of two levels.
 
-        A format is compact if it has values of 5 bits or scales of two levels. Only CPUs have
-        kernels for these. Values of 5 bits become int8, and scales of two levels become float32.
+        It represents every matrix of the format exactly. Values of 5 bits become int8, and scales
+        of two levels become float32.
         """
 
         def widen(dtype: str | None) -> str | None:
             return "float32" if dtype == "int8" else dtype
 
-        code = "int8" if self.code in _CODES_OF_CPUS else self.code
+        code = "int8" if self.is_packed and num_bits(self.code) != 4 else self.code
         scale_dtype, min_dtype = widen(self.scale_dtype), widen(self.min_dtype)
         return replace(self, code=code, scale_dtype=scale_dtype, min_dtype=min_dtype)
 
     @property
     def is_compact(self) -> bool:
-        """Whether the format is compact, see `widened`."""
+        """Whether the format has values of 5 bits or scales of two levels, see `widened`."""
         return self != self.widened
 
     def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
@@ -252,8 +275,7 @@ class Weight:
         None.
       code: code of the values, see `WeightFormat` (static). None if it is the dtype of `values`.
       dtype: float dtype of the model (static). Matmuls by a quantised weight round `x` to it.
-      is_interleaved: whether the rows of all arrays are interleaved, see
-        `weight_packing.interleave` (static). The shapes are the same in both cases.
+      layout: order of the elements of all arrays except `order`, see `Layout` (static).
     """
 
     values: jax.Array
@@ -263,7 +285,19 @@ class Weight:
     stack: Stack | None = None
     code: str | None = field(default=None, metadata={"static": True})
     dtype: Any = field(default=jnp.dtype(jnp.float32), metadata={"static": True})
-    is_interleaved: bool = field(default=False, metadata={"static": True})
+    layout: Layout | None = field(default=None, metadata={"static": True})
+
+    @classmethod
+    def of_format(
+        cls,
+        arrays: WeightArrays,
+        format: WeightFormat,
+        dtype: DTypeLike = jnp.float32,
+        stack: Stack | None = None,
+    ) -> "Weight":
+        """Create the weight that `arrays` store in a format, for a model of a float dtype."""
+        code = format.code if format.is_packed else None
+        return cls(*arrays, stack=stack, code=code, dtype=jnp.dtype(dtype), layout=format.layout)
 
     @property
     def arrays(self) -> WeightArrays:
@@ -284,16 +318,26 @@ class Weight:
             jnp.dtype(self.scales.dtype).name,
             None if self.mins is None else jnp.dtype(self.mins.dtype).name,
             self.order is not None,
-            self.is_interleaved,
+            self.layout,
         )
 
     @property
-    def in_order(self) -> "Weight":
-        """The matrix without interleaved rows, and without `stack`."""
-        if not self.is_interleaved:
+    def plain(self) -> "Weight":
+        """The matrix in the plain layout. Unless it already is, the result has no `stack`."""
+        if self.layout is None:
             return self
-        arrays = self.arrays.map_rows(undo_interleave)
+        arrays = self.arrays.map_rows(self.layout.unprepare)
         return Weight(*arrays, code=self.code, dtype=self.dtype)
+
+    @property
+    def floats(self) -> Any:
+        """The elements of the matrix, ``[*out, in]``; float32 if it is quantised.
+
+        Gradients do not flow through a quantised matrix.
+        """
+        if self.scales is None:
+            return self.values
+        return dequantise(lax.stop_gradient(self.plain.arrays), self.format.code)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -386,7 +430,7 @@ def _common_code(codes: set[str], group_size: int) -> str:
 
     Packed codes require a `group_size` that is a multiple of `PACKED_INPUTS`.
     """
-    if group_size % PACKED_INPUTS == 0:  # the kernels for int5 and uint5 require this
+    if group_size % PACKED_INPUTS == 0:  # kernels for values of 5 bits require this
         if codes <= {"uint4", "uint5"}:
             return "uint5"
         if not codes & {"int8", "iq4", "uint5"}:

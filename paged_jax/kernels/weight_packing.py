@@ -1,14 +1,11 @@
-"""Packing of quantised weights: values of 4 and 5 bits, scales of two levels, and order of rows.
+"""Packing of quantised weights: values of 4 and 5 bits, and scales of two levels.
 
 `paged_jax.kernels.weight_formats` describes values and scales. The functions accept arrays of NumPy
-and of JAX, and return arrays of the same kind. Those annotated with `jax.Array` accept only JAX
-arrays.
+and of JAX, and return arrays of the same kind.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -17,9 +14,6 @@ from jax import lax
 # bytes, which contain the low 4 bits.
 PACKED_INPUTS = 32
 PACKED_BYTES = PACKED_INPUTS // 2
-
-# Number of consecutive rows that `interleave` combines.
-INTERLEAVED_ROWS = 32
 
 # Scales of two levels have a float32 factor for each section of inputs: the number of inputs in a
 # section, and the number of bytes of a factor.
@@ -143,86 +137,3 @@ def scale_floats(scales: Any, num_inputs: int) -> Any:
     numbers, factors = split_levels(scales, num_inputs)
     sections = _in_sections(numbers, factors.shape[-1])
     return (sections.astype(np.float32) * factors[..., None]).reshape(numbers.shape)
-
-
-def interleave(array: Any) -> Any:
-    """Interleave the rows of matrices, for kernels that multiply by many rows at a time.
-
-    `INTERLEAVED_ROWS` consecutive rows form a bundle. The memory of a bundle starts with the first
-    4 elements of each row, if elements take a byte. The next 4 elements of each row follow, and so
-    on. Larger elements are interleaved one by one::
-
-        array                                  order of its elements in memory
-        values or scales of bytes [N, C]       [N / 32, C / 4, 32, 4]
-        scales of 2 or 4 bytes [N, groups]     [N / 32, groups, 32]
-
-    The array keeps its shape. Only `WeightFormat.is_interleaved` tells the two orders apart.
-
-    Args:
-      array: values, scales or minima of quantised matrices, ``[*out, columns]``. The number of rows
-        of each matrix is a multiple of `INTERLEAVED_ROWS`, and the number of bytes of a row is a
-        multiple of 4.
-    """
-    return _permute(array, lambda runs: runs.reshape(-1, INTERLEAVED_ROWS, *runs.shape[1:]))
-
-
-def undo_interleave(array: Any) -> Any:
-    """Undo `interleave`."""
-    return _permute(array, _bundles)
-
-
-def _permute(array: Any, split: Callable[[Any], Any]) -> Any:
-    """Permute the runs of an array, see `_runs`. The elements of a run stay together.
-
-    `split` reshapes the runs ``[N, runs, run]`` to an array with four dimensions. The second and
-    the third of these dimensions are then swapped.
-    """
-    if isinstance(array, np.ndarray) and array.dtype.itemsize == 1:
-        # NumPy moves elements of 4 bytes ten times as fast as runs of 4 elements.
-        words = np.ascontiguousarray(array).view(np.uint32)
-        return np.ascontiguousarray(_permute(words, split)).view(array.dtype)
-    return split(_runs(array)).swapaxes(1, 2).reshape(array.shape)
-
-
-def take_interleaved_rows(array: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return rows of an interleaved array ``[N, columns]``, each in its original order.
-
-    `rows` are indices of rows, i32 of any shape. The result is ``[*rows.shape, columns]``.
-    """
-    bundles = _bundles(_runs(as_bits(array)))
-    taken = bundles[rows // INTERLEAVED_ROWS, :, rows % INTERLEAVED_ROWS]
-    return from_bits(taken.reshape(*rows.shape, array.shape[-1]), array.dtype)
-
-
-def _runs(array: Any) -> Any:
-    """Divide each row of an array into runs, and return them as ``[N, runs, run]``.
-
-    A run is 4 consecutive elements if elements take a byte, else a single element.
-    """
-    run = 4 if array.dtype.itemsize == 1 else 1
-    return array.reshape(-1, array.shape[-1] // run, run)
-
-
-def _bundles(runs: Any) -> Any:
-    """Reshape interleaved runs ``[N, runs, run]`` to ``[N / 32, runs, 32, run]``.
-
-    The dimensions are the bundle, the run in its row, the row in its bundle, and the element.
-    """
-    return runs.reshape(-1, runs.shape[1], INTERLEAVED_ROWS, runs.shape[2])
-
-
-def as_bits(x: jax.Array) -> jax.Array:
-    """Bitcast an array of floats of at most 16 bits to unsigned integers.
-
-    Other arrays are returned unchanged. Slice the result instead of the floats: before XLA's CPU
-    backend slices such floats, it converts the whole array to wider floats. It slices integers in
-    place. The result has no gradient.
-    """
-    if x.dtype.itemsize > 2 or not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-
-
-def from_bits(x: jax.Array, dtype: Any) -> jax.Array:
-    """Undo `as_bits`: return the array with its original `dtype`."""
-    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)

@@ -11,20 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from paged_jax.arguments import names_arguments
 from paged_jax.kernels.dispatch import is_exact
+from paged_jax.kernels.embedding import look_up, look_up_differentiably
 from paged_jax.kernels.exact import rounded
 from paged_jax.kernels.linear import Weight, linear
-from paged_jax.kernels.weight_packing import as_bits, from_bits
+from paged_jax.kernels.rows import scan_slices
 from paged_jax.models.causal_attention import causal_attention
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.layer import Layer
 from paged_jax.models.layer_attention import Attend, Carry
-from paged_jax.models.matrices import Sharding, get_matrix, look_up, look_up_differentiably
+from paged_jax.models.matrices import Sharding, get_matrix
 from paged_jax.models.matrix_formats import MatrixFormats, float_type
 from paged_jax.models.matrix_modules import add_matrix, random_matrix, separate_matrices
 from paged_jax.models.paged_model import OutputHead, PagedModel
@@ -419,29 +419,16 @@ class Decoder(PagedModel):
             tuple[Any, Any, Any], nnx.split(stack, lambda path, _: len(path) == 1, ...)
         )
 
-        def from_bits_of(bits: jax.Array, weight: jax.Array) -> jax.Array:
-            return from_bits(bits, weight.dtype)
-
         # Pass the pools in the scan's carry. If they were inputs and outputs that the scan slices
         # (`xs`, `ys`), XLA would copy them.
-        def body(
-            state: tuple[jax.Array, Carry], layer_and_index: Any
-        ) -> tuple[tuple[jax.Array, Carry], None]:
-            (x, carry), (bits, index) = state, layer_and_index
-            weights = jax.tree.map(from_bits_of, bits, stacked)
+        def run_layer(
+            state: tuple[jax.Array, Carry], weights: Any, index: jax.Array
+        ) -> tuple[jax.Array, Carry]:
+            x, carry = state
             layer = nnx.merge(graphdef, weights, separate)
-            state = layer(x, index=index, carry=carry, stack=stack, **options)
-            return state, None
+            return layer(x, index=index, carry=carry, stack=stack, **options)
 
-        def byte_as_bits(weight: jax.Array) -> jax.Array:
-            return as_bits(weight) if weight.dtype.itemsize == 1 else weight
-
-        indices = jnp.arange(self.config.num_hidden_layers, dtype=jnp.int32)
-        # Scan over the bits of 1-byte floats, because XLA's CPU backend would convert all layers to
-        # slice one. Weights of 16 bits need no conversion: kernels read them from the stack, or the
-        # layers are not stacked.
-        bits = jax.tree.map(byte_as_bits, stacked)
-        return lax.scan(body, (x, carry), (bits, indices))[0]
+        return scan_slices(run_layer, (x, carry), stacked)
 
 
 def _finish_logits(config: ModelConfig, backend: str | None, logits: jax.Array) -> jax.Array:

@@ -176,13 +176,13 @@ class MatrixFormats:
         Raises:
           TypeError, KeyError: `content` has missing or unknown keys.
         """
-        others = {name: WeightFormat(**each) for name, each in content["others"].items()}
-        return cls(WeightFormat(**content["default"]), tuple(sorted(others.items())))
+        others = {name: _read_format(each) for name, each in content["others"].items()}
+        return cls(_read_format(content["default"]), tuple(sorted(others.items())))
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert the formats to a dict that can be written as JSON."""
-        others = {name: asdict(each) for name, each in self.others}
-        return {"default": asdict(self.default), "others": others}
+        """Convert the formats, which must be plain, to a dict that can be written as JSON."""
+        others = {name: _write_format(each) for name, each in self.others}
+        return {"default": _write_format(self.default), "others": others}
 
     def __getitem__(self, name: str) -> WeightFormat:
         others = dict(self.others)
@@ -203,11 +203,6 @@ class MatrixFormats:
     def is_quantised(self) -> bool:
         """Whether any matrix may be quantised."""
         return any(each.is_quantised for each in self.all_formats)
-
-    @property
-    def has_compact(self) -> bool:
-        """Whether any matrix has 5-bit values or two-level scales, see `WeightFormat.widened`."""
-        return any(each.is_compact for each in self.all_formats)
 
     @property
     def codes(self) -> tuple[str, ...]:
@@ -236,10 +231,12 @@ class MatrixFormats:
         others = {kind: each for kind, each in formats.items() if each != self.default}
         return MatrixFormats(self.default, tuple(others.items()))
 
-    def in_order(self) -> "MatrixFormats":
-        """Return these formats without interleaved rows."""
-        others = ((name, each.in_order) for name, each in self.others)
-        return MatrixFormats(self.default, tuple(x for x in others if x[1] != self.default))
+    @property
+    def plain(self) -> "MatrixFormats":
+        """These formats in the plain layout."""
+        default = self.default.plain
+        others = ((name, each.plain) for name, each in self.others)
+        return MatrixFormats(default, tuple(each for each in others if each[1] != default))
 
     def with_floats(self, dtype: DTypeLike) -> "MatrixFormats":
         """Return these formats, but with `dtype` for the matrices that are not quantised."""
@@ -249,6 +246,16 @@ class MatrixFormats:
 
         others = tuple((name, change(each)) for name, each in self.others)
         return MatrixFormats(change(self.default), others)
+
+
+def _read_format(entries: Mapping[str, Any]) -> WeightFormat:
+    # Files of earlier versions have this entry, which is always false.
+    return WeightFormat(**{name: x for name, x in entries.items() if name != "is_interleaved"})
+
+
+def _write_format(format: WeightFormat) -> dict[str, Any]:
+    assert format.layout is None, "saved matrices are plain"
+    return {name: x for name, x in asdict(format).items() if name != "layout"}
 
 
 def fits(format: WeightFormat, num_inputs: int) -> bool:

@@ -18,10 +18,10 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from paged_jax.arguments import check_positive
+from paged_jax.kernels.embedding import look_up
 from paged_jax.kernels.linear import Weight
 from paged_jax.kernels.weight_formats import count_inputs
 from paged_jax.models.config import ModelConfig
-from paged_jax.models.matrices import look_up
 from paged_jax.models.matrix_formats import MIN, ORDER, SCALE, MatrixFormats, is_matrix, matrix_name
 from paged_jax.models.parts.part import Pieces
 
@@ -68,7 +68,7 @@ class DeviceShard:
     def look_up(self, table: Weight, token_ids: jax.Array) -> jax.Array:
         """Look up embeddings in a table with rows divided over the devices.
 
-        For the arguments, see `matrices.look_up`. `table` holds the rows of this device.
+        For the arguments, see `embedding.look_up`. `table` holds the rows of this device.
         """
         num_rows = table.shape[0]
         first = self.index * num_rows

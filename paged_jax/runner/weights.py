@@ -18,7 +18,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from paged_jax.kernels.weight_packing import interleave, undo_interleave
+from paged_jax.kernels.weight_formats import Layout
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.loading.parameters import named_arrays
 from paged_jax.models.matrix_formats import ORDER, MatrixFormats, is_matrix, matrix_name
@@ -207,9 +207,8 @@ class Weights:
         graphdef, state = nnx.split(model)
         arrays, self.treedef = jax.tree.flatten(state)
         self._parallel, self.names = parallel, list(named_arrays(state))
-        formats = model.matrix_formats
-        self._interleaved = {name for name in self.names if _is_interleaved(name, formats)}
-        self._model_graphdef = _graph_in_order(graphdef, state) if self._interleaved else graphdef
+        self._layouts = _find_layouts(self.names, model.matrix_formats)
+        self._model_graphdef = _plain_graph(graphdef, state) if self._layouts else graphdef
         if parallel is None:
             self.config, self.device_config, self.division = model.config, None, None
             self.graphdef = Graph.key(graphdef)
@@ -230,7 +229,7 @@ class Weights:
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
             for x, place in zip(arrays, places, strict=True)
         ]
-        # Interleaved weights already have the layout of the programs.
+        # The matrices of a loaded model are already prepared.
         self.arrays = arrays if parallel is None else self._to_program_layout(arrays)
 
     def replace(self, arrays: list[jax.Array]) -> None:
@@ -245,23 +244,22 @@ class Weights:
         named = zip(self.names, self.arrays, strict=True)
         if self._parallel is not None:
             return [self._parallel.to_model_layout(name, x) for name, x in named]
-        return [self._permute(undo_interleave, name, x) for name, x in named]
+        return [self._permute(lambda layout: layout.unprepare, name, x) for name, x in named]
 
     def _to_program_layout(self, arrays: list[jax.Array]) -> list[jax.Array]:
         named = zip(self.names, arrays, strict=True)
         if self._parallel is not None:
             return [self._parallel.to_program_layout(name, x) for name, x in named]
-        return [self._permute(interleave, name, x) for name, x in named]
+        return [self._permute(lambda layout: layout.prepare, name, x) for name, x in named]
 
-    def _permute(self, function: Callable[[Any], Any], name: str, array: jax.Array) -> jax.Array:
-        """Return ``function(array)`` if programs interleave the weight's rows, else `array`.
-
-        `function` is `interleave` or `undo_interleave`, and runs on the host.
-        """
-        if name not in self._interleaved:
+    def _permute(
+        self, method: Callable[[Layout], Callable[[Any], Any]], name: str, array: jax.Array
+    ) -> jax.Array:
+        """Call a method of the layout of a weight on the host; return plain weights unchanged."""
+        if (layout := self._layouts.get(name)) is None:
             return array
         with jax.transfer_guard("allow"):
-            return jax.device_put(function(np.asarray(array)), array.sharding)
+            return jax.device_put(method(layout)(np.asarray(array)), array.sharding)
 
     @property
     def model(self) -> PagedModel:
@@ -287,19 +285,24 @@ class Weights:
         return nnx.merge(self._model_graphdef, jax.tree.unflatten(self.treedef, leaves))
 
 
-def _is_interleaved(name: str, formats: MatrixFormats) -> bool:
-    """Return whether a parameter has interleaved rows: a matrix, or its scales or minimums."""
-    matrix = matrix_name(name)
-    return is_matrix(matrix) and formats[matrix].is_interleaved and not name.endswith(ORDER)
+def _find_layouts(names: list[str], formats: MatrixFormats) -> dict[str, Layout]:
+    """Return the layouts of the parameters that are not plain, by name."""
+    layouts: dict[str, Layout] = {}
+    for name in names:
+        matrix = matrix_name(name)
+        layout = formats[matrix].layout if is_matrix(matrix) else None
+        if layout is not None and not name.endswith(ORDER):
+            layouts[name] = layout
+    return layouts
 
 
-def _graph_in_order(graphdef: Any, state: Any) -> Any:
-    """Return the structure that a model has if the rows of its matrices are not interleaved."""
+def _plain_graph(graphdef: Any, state: Any) -> Any:
+    """Return the structure that a model has if its matrices are in the plain layout."""
     copy = nnx.merge(graphdef, state)
     modules: list[Any] = [module for _, module in nnx.iter_modules(copy)]
     for module in modules:
         if isinstance(formats := getattr(module, "formats", None), MatrixFormats):
-            module.formats = formats.in_order()
+            module.formats = formats.plain
     return nnx.graphdef(copy)
 
 

@@ -22,6 +22,7 @@ from paged_jax.arguments import ArgumentError
 from paged_jax.kernels import cpu
 from paged_jax.kernels.cpu import library
 from paged_jax.kernels.cpu.library import LoadedKernel
+from paged_jax.kernels.dispatch import weight_store
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, dequantise
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.errors import WeightsError
@@ -398,9 +399,10 @@ def test_checkpoints_in_compact_formats_are_widened_for_other_devices(
     model = load("gguf-k-quants", scan_layers=True)
     assert model.formats["layers.o_proj"].code == "uint5"
     save_checkpoint(model, tmp_path)
-    monkeypatch.setattr(orbax, "can_keep_compact", lambda config, sharding: False)
+    monkeypatch.setattr(orbax, "weight_store", lambda platform: weight_store("tpu"))
     wide = load_checkpoint(Decoder, tmp_path, model.config, scan_layers=True)
-    assert not wide.formats.has_compact and wide.formats.differing == ()
+    assert not any(each.is_compact for each in wide.formats.all_formats)
+    assert wide.formats.differing == ()
     assert wide.formats["layers.o_proj"] == model.formats["layers.o_proj"].widened
     expected, got = named_arrays(model), named_arrays(wide)
     for kind in KINDS[:4]:

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.kernels import cpu
+from paged_jax.kernels.cpu.layouts import InterleavedRows
+from paged_jax.kernels.dispatch import weight_store
 from paged_jax.kernels.linear import Stack, Weight, linear
-from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat
+from paged_jax.kernels.weight_formats import Layout, WeightArrays, WeightFormat
 from tests.support.compiler import needs_compiler, needs_vnni
 from tests.support.covering import all_pairs, once_in_core
 from tests.support.weights import FORMATS, make_weight, random_arrays
@@ -28,9 +29,14 @@ INT8_INPUTS = [name for name in SUPPORTED if FORMATS[name].code not in NOT_ROUND
 def both_weights(format: WeightFormat, arrays: WeightArrays, dtype: str) -> tuple[Weight, Weight]:
     """Return the same matrix with rows in their order, and with interleaved rows."""
     plain, bundled = (
-        make_weight(arrays, format, dtype, is_interleaved=each) for each in (False, True)
+        make_weight(arrays, format, dtype, layout=layout) for layout in (None, InterleavedRows())
     )
     return plain, bundled
+
+
+def layout_of(format: WeightFormat, shape: tuple[int, ...]) -> Layout | None:
+    [layout] = weight_store("cpu").layouts([(format, shape)], "float32")
+    return layout
 
 
 def check_bits(format: WeightFormat, num_outputs: int, dtype: str, backend: str) -> None:
@@ -38,7 +44,7 @@ def check_bits(format: WeightFormat, num_outputs: int, dtype: str, backend: str)
     num_inputs = 1536 if format.has_sections else 1344
     arrays = random_arrays(format, (num_outputs, num_inputs), np.random.default_rng(num_outputs))
     plain, bundled = both_weights(format, arrays, dtype)
-    assert cpu.Cpu().supports_interleaved(plain)
+    assert layout_of(format, plain.shape) == bundled.layout
     x = np.random.default_rng(0).normal(size=(NUM_ROWS[-1], num_inputs)).astype(np.float32)
     x[11] = 0
 
@@ -123,18 +129,17 @@ def test_linear_reads_a_layer_of_the_stack(name) -> None:
     ],
     ids=str,
 )
-def test_supports_interleaved_needs_whole_bundles_and_units(format, shape, is_supported) -> None:
-    w = make_weight(random_arrays(format, shape, np.random.default_rng(0)), format)
-    assert cpu.Cpu().supports_interleaved(w) == is_supported
+def test_interleaved_rows_need_whole_bundles_and_units(format, shape, is_supported) -> None:
+    assert layout_of(format, shape) == (InterleavedRows() if is_supported else None)
 
 
-def test_supports_interleaved_is_false_for_floats() -> None:
-    assert not cpu.Cpu().supports_interleaved(Weight(jnp.ones((32, 64))))
+def test_floats_are_plain() -> None:
+    assert layout_of(WeightFormat("float32"), (32, 64)) is None
 
 
 def test_results_of_rows_do_not_depend_on_other_rows() -> None:
     arrays = random_arrays(FORMATS["q4_1"], (64, 96), np.random.default_rng(64))
-    w = make_weight(arrays, FORMATS["q4_1"], "bfloat16", is_interleaved=True)
+    w = make_weight(arrays, FORMATS["q4_1"], "bfloat16", layout=InterleavedRows())
     x = np.random.default_rng(0).normal(size=(40, 96)).astype(np.float32)
     program = jax.jit(linear)
     together = np.asarray(program(x, w))

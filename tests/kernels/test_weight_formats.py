@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paged_jax.kernels.cpu.layouts import InterleavedRows
+from paged_jax.kernels.embedding import look_up, look_up_differentiably
 from paged_jax.kernels.linear import Stack, grouped_linear, linear
 from paged_jax.kernels.weight_formats import (
     CODES,
@@ -22,7 +24,6 @@ from paged_jax.kernels.weight_formats import (
     dequantise,
     divide_groups,
 )
-from paged_jax.models.matrices import look_up, look_up_differentiably
 from tests.support.weights import FORMATS, elements, make_weight, random_arrays
 
 # The package has a function of this name.
@@ -220,8 +221,8 @@ def test_grouped_linear_matches_float64_in_every_format(name, backend) -> None:
 
 
 @pytest.mark.parametrize("name", ["q5_1", "q4_k", "gptq"])
-def test_xla_reads_interleaved_weights(name) -> None:
-    """Results and gradients equal the results and gradients with the rows in order."""
+def test_xla_reads_weights_in_the_layouts_of_cpus(name) -> None:
+    """Results and gradients equal the results and gradients of the plain layout."""
     rng = np.random.default_rng(0)
     format, sizes = FORMATS[name], jnp.array([2, 0, 3])
     arrays = random_arrays(format, (3, 32, width(format)), rng)
@@ -236,27 +237,27 @@ def test_xla_reads_interleaved_weights(name) -> None:
         out, pull = jax.vjp(multiply, x)
         return out, pull(jax.tree.map(jnp.ones_like, out))
 
-    in_order, interleaved = (
-        make_weight(arrays, format, is_interleaved=each) for each in (False, True)
+    plain, prepared = (
+        make_weight(arrays, format, layout=layout) for layout in (None, InterleavedRows())
     )
-    assert not np.array_equal(in_order.values, interleaved.values)
-    jax.tree.map(np.testing.assert_array_equal, run(x, interleaved), run(x, in_order))
+    assert not np.array_equal(plain.values, prepared.values)
+    jax.tree.map(np.testing.assert_array_equal, run(x, prepared), run(x, plain))
 
 
 @pytest.mark.parametrize(
-    ("name", "is_interleaved"),
+    ("name", "layout"),
     [
-        pytest.param(name, is_interleaved, marks=pytest.mark.slow if is_slow else ())
+        pytest.param(name, layout, marks=pytest.mark.slow if is_slow else ())
         for name in FORMATS
-        for is_interleaved in (False, True)
-        for is_slow in [is_interleaved and name != "q4_1"]
+        for layout in (None, InterleavedRows())
+        for is_slow in [layout is not None and name != "q4_1"]
     ],
 )
-def test_look_up_dequantises_only_the_rows_that_it_finds(name, is_interleaved) -> None:
+def test_look_up_dequantises_only_the_rows_that_it_finds(name, layout) -> None:
     rng = np.random.default_rng(0)
     format = FORMATS[name]
     arrays = random_arrays(format, (4096, width(format)), rng)
-    table = make_weight(arrays, format, is_interleaved=is_interleaved)
+    table = make_weight(arrays, format, layout=layout)
     token_ids = jnp.array([7, 0, 4095, 7])
     compiled = jax.jit(look_up).lower(table, token_ids).compile()
     got = compiled(table, token_ids)

@@ -1,4 +1,4 @@
-"""Packing of quantised weights: values of 4 and 5 bits, scales of two levels, and order of rows."""
+"""Packing of quantised weights: values of 4 and 5 bits, and scales of two levels."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,13 +9,11 @@ from hypothesis import strategies as st
 from paged_jax.kernels.weight_packing import (
     count_columns,
     count_groups,
-    interleave,
     join_levels,
     pack,
     round_levels,
     scale_floats,
     split_levels,
-    undo_interleave,
     unpack,
 )
 
@@ -35,24 +33,6 @@ def test_unpack_is_the_inverse_of_pack(bits, num_blocks, seed) -> None:
         np.testing.assert_array_equal(packed[..., j] >> 4, values[..., 16 + j] & 15)
     for j in range(32 * (bits == 5)):  # bit i of byte j belongs to input 4 i + j
         np.testing.assert_array_equal(packed[..., 16 + j % 4] >> j // 4 & 1, values[..., j] >> 4)
-
-
-@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
-def test_interleave_orders_32_rows_by_columns(as_array) -> None:
-    """Values move in groups of four, and each scale moves alone."""
-    rng = np.random.default_rng(0)
-    values = rng.integers(-128, 128, (2, 2, 32, 24)).astype(np.int8)
-    scales = rng.normal(size=(2, 2, 32, 3)).astype(np.float16)
-    for array, run in ((values, 4), (scales, 1)):
-        got = interleave(as_array(array))
-        assert got.shape == array.shape and got.dtype == array.dtype
-        np.testing.assert_array_equal(undo_interleave(got), array)
-        flat, num_runs = np.asarray(got).reshape(-1), array.shape[-1] // run
-        places = (np.arange(size) for size in (4, num_runs, 32, run))
-        bundle, column, row, one = np.ix_(*places)
-        place = ((bundle * num_runs + column) * 32 + row) * run + one
-        expected = array.reshape(4, 32, -1)[bundle, row, column * run + one]
-        np.testing.assert_array_equal(flat[place], expected)
 
 
 @given(st.sampled_from([4, 8, 16, 32]), st.integers(0, 3), st.integers(0, 2**32 - 1))

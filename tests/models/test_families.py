@@ -29,11 +29,11 @@ from paged_jax import Engine, RequestOutput, SamplingParams
 from paged_jax.engine.drafts import Drafter
 from paged_jax.kernels import dispatch
 from paged_jax.kernels.backend import Interpret
+from paged_jax.kernels.embedding import look_up_differentiably
 from paged_jax.kernels.triton import linear as triton_kernel
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading.saving import save_weights
-from paged_jax.models.matrices import look_up_differentiably
 from paged_jax.models.parts.attention import Attention
 from paged_jax.models.parts.experts import Experts
 from paged_jax.models.parts.latent import LatentAttention

@@ -1,4 +1,4 @@
-"""int8 weights: quantisation, loading, saving and accuracy; and embedding lookup."""
+"""int8 weights: quantisation, loading, saving and accuracy."""
 
 import dataclasses
 import functools
@@ -12,10 +12,10 @@ from flax import nnx
 
 from paged_jax import LLM, SamplingParams
 from paged_jax.engine.footprint import num_parameters, weight_bytes
+from paged_jax.kernels.cpu.layouts import InterleavedRows
 from paged_jax.kernels.linear import Weight, linear
 from paged_jax.kernels.weight_formats import WeightFormat
-from paged_jax.kernels.weight_packing import interleave
-from paged_jax.models import matrices, matrix_modules
+from paged_jax.models import matrix_modules
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading import stored_matrices
@@ -135,7 +135,7 @@ def test_load_weights_quantises_to_each_dtype(saved, dtype) -> None:
     assert config.tie_word_embeddings or not model.formats["embed_tokens"].is_quantised
     num_bytes = sum(x.nbytes for x in parameters(model).values())
     assert weight_bytes(config, config.dtype, formats=model.formats) == num_bytes
-    place = {"allow_compact": True, "num_devices": 1}
+    place = {"platform": "cpu", "num_devices": 1}
     assert find_formats(Decoder, folder, config, dtype=dtype, **place) == model.formats
     assert MatrixFormats.of_dtype(dtype, config) == model.formats
 
@@ -164,7 +164,7 @@ def test_load_weights_quantises_other_families(tmp_path, model_type) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "scan_layers"), [("int8", True), ("int4", False)])
-def test_load_weights_interleaves_rows(tmp_path, dtype, scan_layers) -> None:
+def test_load_weights_prepares_matrices_for_a_backend(tmp_path, dtype, scan_layers) -> None:
     """Quantised matrices are interleaved if their number of rows is a multiple of 32.
 
     With int4, rows have two or three groups of inputs.
@@ -172,24 +172,25 @@ def test_load_weights_interleaves_rows(tmp_path, dtype, scan_layers) -> None:
     floats = random_llama(dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=96))
     floats.save_pretrained(tmp_path)
     options = {"dtype": dtype, "scan_layers": scan_layers}
-    in_order = load_weights(Decoder, tmp_path, floats.config, **options)
-    model = load_weights(Decoder, tmp_path, floats.config, interleave=True, **options)
-    assert model.formats.in_order() == in_order.formats != model.formats
+    plain = load_weights(Decoder, tmp_path, floats.config, **options)
+    model = load_weights(Decoder, tmp_path, floats.config, backend=None, **options)
+    assert model.formats.plain == plain.formats != model.formats
     kinds = set()
-    for name, expected in parameters(in_order).items():
+    for name, expected in parameters(plain).items():
         matrix = matrix_name(name)
-        format = in_order.formats[matrix]
+        format = plain.formats[matrix]
         if is_matrix(matrix) and format.is_quantised:
             first = matrix.replace("layers.", "layers.0.", int(scan_layers))
             shape = parameters(floats)[first].shape
             is_interleaved = math.prod(shape[:-1]) % 32 == 0
-            assert model.formats[matrix].is_interleaved == is_interleaved
-            expected = interleave(expected) if is_interleaved else expected
+            layout = InterleavedRows() if is_interleaved else None
+            assert model.formats[matrix].layout == layout
+            expected = expected if layout is None else layout.prepare(expected)
             kinds.add((matrix.rpartition(".")[2], is_interleaved))
         np.testing.assert_array_equal(parameters(model)[name], expected, err_msg=name, strict=True)
     assert {is_interleaved for _, is_interleaved in kinds} == {False, True}
     token_ids = np.arange(3, 15, dtype=np.int32)[None]
-    want, got = (jax.jit(Decoder.__call__)(each, token_ids) for each in (in_order, model))
+    want, got = (jax.jit(Decoder.__call__)(each, token_ids) for each in (plain, model))
     np.testing.assert_array_equal(got, want)
 
 
@@ -278,29 +279,6 @@ def test_load_weights_places_int8_on_several_devices(tiny_folder) -> None:
             np.testing.assert_array_equal(parameter, whole[name], err_msg=name)
     """
     run_on_devices(program, tiny_folder, num_devices=2)
-
-
-@pytest.mark.parametrize("form", [matrices._take_bits, matrices._take_from_lanes])
-def test_look_up_forms_return_exact_rows(form) -> None:
-    """The number of rows is no multiple of the lanes of a TPU, and all other rows are NaN."""
-    table = np.asarray(jax.random.normal(jax.random.key(0), (1000, 72)), jnp.bfloat16)
-    token_ids = np.array([0, 127, 128, 895, 896, 999, 999], np.int32)
-    others = np.setdiff1d(np.arange(1000), token_ids)
-    table[others] = np.nan
-    rows = jax.jit(form)(table, token_ids)
-    np.testing.assert_array_equal(rows, table[token_ids], strict=True)
-
-
-def test_look_up_on_tpu_gathers_only_many_rows() -> None:
-    """A gather copies the table, but for many rows this is less than 128 rows per token."""
-    table = jax.ShapeDtypeStruct((1000, 72), jnp.bfloat16)
-
-    def primitives(num_rows: int) -> str:
-        ids = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
-        return str(jax.make_jaxpr(matrices._take_from_lanes)(table, ids))
-
-    assert "dynamic_slice" in primitives(7) and " gather" not in primitives(7)
-    assert " gather" in primitives(8)
 
 
 @pytest.mark.parametrize(

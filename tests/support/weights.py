@@ -1,5 +1,6 @@
 """Random weights in every format, and their elements in float64."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,13 +9,13 @@ import numpy as np
 
 from paged_jax.kernels.linear import Weight
 from paged_jax.kernels.weight_formats import (
-    CODES,
+    Layout,
     WeightArrays,
     WeightFormat,
     num_bits,
     numbers,
 )
-from paged_jax.kernels.weight_packing import interleave, pack, store_scales
+from paged_jax.kernels.weight_packing import pack, store_scales
 
 # Formats with the sizes of groups, dtypes of scales, minima and orders that files have.
 FORMATS = {
@@ -66,14 +67,14 @@ def make_weight(
     format: WeightFormat,
     dtype: str = "float32",
     *,
-    is_interleaved: bool = False,
+    layout: Layout | None = None,
 ) -> Weight:
-    """Return the `Weight` of NumPy arrays, whose rows are in order."""
-    if is_interleaved:
-        arrays = arrays.map_rows(interleave)
-    arrays = WeightArrays(*(None if each is None else jnp.asarray(each) for each in arrays))
-    code = format.code if format.code in CODES else None
-    return Weight(*arrays, code=code, dtype=jnp.dtype(dtype), is_interleaved=is_interleaved)
+    """Return the `Weight` of NumPy arrays in the plain layout, prepared for `layout`."""
+    if layout is not None:
+        arrays = arrays.map_rows(layout.prepare)
+    return Weight.of_format(
+        jax.tree.map(jnp.asarray, arrays), dataclasses.replace(format, layout=layout), dtype
+    )
 
 
 def weight_shapes(
@@ -84,8 +85,7 @@ def weight_shapes(
         name: jax.ShapeDtypeStruct(*each, sharding=sharding)
         for name, each in format.shapes(shape).items()
     }
-    code = format.code if format.code in CODES else None
-    return Weight(**arrays, code=code, dtype=jnp.dtype(dtype))
+    return Weight.of_format(WeightArrays(**arrays), format, dtype)
 
 
 def elements(arrays: WeightArrays, format: WeightFormat) -> np.ndarray:

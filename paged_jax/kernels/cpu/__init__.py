@@ -13,7 +13,7 @@ in programs that XLA partitions over devices.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -49,13 +49,21 @@ from paged_jax.kernels.cpu.kernels import (
     list_kernels,
     matmul_kernel,
 )
+from paged_jax.kernels.cpu.layouts import InterleavedRows
 from paged_jax.kernels.cpu.library import Arrays, Attributes, PlainFunction, call, load
 from paged_jax.kernels.dispatch import general_backend
 from paged_jax.kernels.exact import round_to
 from paged_jax.kernels.norm_rope import rope_then_write
 from paged_jax.kernels.ragged_chunks import attend_in_parts
-from paged_jax.kernels.weight_formats import CODES, Weight, WeightArrays, num_bits
-from paged_jax.kernels.weight_packing import INTERLEAVED_ROWS, PACKED_INPUTS, SECTION_INPUTS
+from paged_jax.kernels.weight_formats import (
+    CODES,
+    Layout,
+    Weight,
+    WeightArrays,
+    WeightFormat,
+    num_bits,
+)
+from paged_jax.kernels.weight_packing import PACKED_INPUTS, SECTION_INPUTS
 
 # Maximum number of elements of a value. The attention kernels have arrays of this size on the stack
 # (MAX_U in `source/decode.cc`).
@@ -191,7 +199,7 @@ def _find_matmul(
     flags = {
         "has_mins": w.mins is not None,
         "has_order": w.order is not None,
-        "is_interleaved": w.is_interleaved,
+        "is_interleaved": w.layout is not None,
     }
     attributes = tuple((name, np.int32(flag)) for name, flag in flags.items())
     matmul = _Matmul(kernel, _plain_int8 if kernel.dtype == _INT8 else plain, attributes)
@@ -219,31 +227,45 @@ def _has_kernel_for(num_rows: int, w: Weight) -> bool:
 
 def _quantised_refusal(w: Weight) -> str | None:
     """Return why the kernels do not support a quantised weight, or None if they do."""
-    format, size = w.format, w.format.group_size or w.shape[-1]
+    return _format_refusal(w.format, w.shape[-1])
+
+
+def _format_refusal(format: WeightFormat, num_inputs: int) -> str | None:
+    size = format.group_size or num_inputs
     if format.is_packed:
         bits = num_bits(format.code)
         unit = _PACKED_GROUP if bits == 4 else PACKED_INPUTS
         if size % unit:
             return f"groups of {bits}-bit values must have a multiple of {unit} inputs"
-    if format.has_sections and (64 % size or w.shape[-1] % SECTION_INPUTS):
+    if format.has_sections and (64 % size or num_inputs % SECTION_INPUTS):
         return "scales of two levels need groups of at most 64 inputs, and sections of 256"
     return None
 
 
-def _supports_interleaved(w: Weight) -> bool:
-    """Return whether the kernels support a quantised weight if its rows are interleaved.
+def _layouts(
+    matrices: Sequence[tuple[WeightFormat, tuple[int, ...]]], dtype: DTypeLike
+) -> list[Layout | None]:
+    """Choose the layout of each matrix of a model, see `WeightStore.layouts`."""
+    # `_layout` waits for the kernel of each format, so start to compile all of them.
+    library.load_soon(list_kernels(dict.fromkeys(format.code for format, _ in matrices), dtype))
+    return [_layout(format, shape, dtype) for format, shape in matrices]
+
+
+def _layout(format: WeightFormat, shape: tuple[int, ...], dtype: DTypeLike) -> Layout | None:
+    """Return the layout that the kernels read fastest: interleaved rows if they support them.
 
     Each group of inputs must consist of whole units of 16 or 32 inputs (`source/units.h`).
     """
-    format, (*rows, num_inputs) = w.format, w.shape
-    return (
-        w.values.size > 0
+    layout, (*rows, num_inputs) = InterleavedRows(), shape
+    is_supported = (
+        math.prod(shape) > 0
         and format.is_quantised
-        and math.prod(rows) % INTERLEAVED_ROWS == 0
+        and math.prod(rows) % layout.num_rows == 0
         and (format.group_size or num_inputs) % (PACKED_INPUTS if format.is_packed else 16) == 0
-        and _quantised_refusal(w) is None
-        and load(_quantised_kernel(w)).target is not None
+        and _format_refusal(format, num_inputs) is None
+        and load(matmul_kernel(format.code, dtype)).target is not None
     )
+    return layout if is_supported else None
 
 
 def _round_inputs(x: jax.Array, w: Weight, kernel: Kernel) -> jax.Array:
@@ -466,7 +488,7 @@ class Cpu(_CpuKernels):
     sets_rows_in_place = staticmethod(_sets_rows_in_place)
     zeros = staticmethod(_zeros)
     copies_weights = staticmethod(_copies_weights)
-    supports_interleaved = staticmethod(_supports_interleaved)
+    layouts = staticmethod(_layouts)
     targets = staticmethod(library.targets)
     load_called = staticmethod(library.load_called)
     load_target = staticmethod(library.load_target)
@@ -474,9 +496,9 @@ class Cpu(_CpuKernels):
     processor = staticmethod(library.processor)
     is_any_missing = staticmethod(library.is_any_missing)
 
-    def load_soon(self, codes: Collection[str], dtype: DTypeLike) -> None:
-        """Start to compile the kernels of `list_kernels` in background threads."""
-        library.load_soon(list_kernels(codes, dtype))
+    def stored_format(self, format: WeightFormat, num_devices: int) -> WeightFormat:
+        """Keep every format that the kernels read. Programs for several devices do not use them."""
+        return format if num_devices == 1 and self.is_available() else format.widened
 
     def is_available(self) -> bool:
         """Return whether this machine has the C++ kernels, or a compiler for them."""

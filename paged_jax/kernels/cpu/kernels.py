@@ -14,9 +14,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.backend import Options
+from paged_jax.kernels.cpu.layouts import InterleavedRows
 from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.weight_formats import CODES, FLOAT_CODES, num_bits
-from paged_jax.kernels.weight_packing import SECTION_INPUTS, interleave, join_levels, pack
+from paged_jax.kernels.weight_packing import SECTION_INPUTS, join_levels, pack
 
 # Maps the dtypes of weights and pools to the names of the corresponding types in the C++ sources.
 ELEMENTS: dict[Any, str] = {
@@ -198,7 +199,7 @@ def _test_quantised_groups(
         scales, mins = levels * np.repeat(factors, groups // num_sections, axis=-1)
     w = values[1].reshape(3, N, groups, -1) * scales[1, ..., None] + mins[1, ..., None]
     if is_interleaved:
-        arrays = tuple(map(interleave, arrays))
+        arrays = tuple(map(InterleavedRows().prepare, arrays))
     operands = x, *arrays[:2], table.astype(np.float32), np.int32(1), arrays[2], _SIZES
     flags = {"has_mins": 1, "has_order": 0, "is_interleaved": is_interleaved}
     attributes = {name: np.int32(flag) for name, flag in flags.items()}

@@ -127,8 +127,8 @@ def grouped_refusal(x: jax.Array, w: Weight) -> str | None:
 
 def _format_refusal(w: Weight) -> str | None:
     format = w.format
-    if format.is_interleaved:
-        return "only kernels for CPUs read interleaved rows"
+    if format.layout is not None:
+        return "it reads weights in the plain layout only"
     if format.code == "float8_e4m3fn" and gpu_device.device().compute_capability < (8, 9):
         return "it converts float8_e4m3fn on GPUs of compute capability 8.9 and later only"
     if w.values.size > _MAX_ELEMENTS:

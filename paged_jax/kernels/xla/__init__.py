@@ -13,12 +13,14 @@ C++ kernel that can. On CPUs without this kernel, prefer pools of float32, float
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from paged_jax.kernels.backend import (
     AttentionArgs,
@@ -37,6 +39,7 @@ from paged_jax.kernels.opaque_call import without_index_checks
 from paged_jax.kernels.ragged_chunks import attend_in_parts
 from paged_jax.kernels.recurrent import advance_rows
 from paged_jax.kernels.rows import set_rows
+from paged_jax.kernels.weight_formats import Layout, WeightFormat
 from paged_jax.kernels.xla.attention import attend_to_chunks, decode, prefill
 from paged_jax.kernels.xla.linear import (
     grouped_gradients,
@@ -188,6 +191,18 @@ class Xla:
     def rope_write(self, args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
         """Normalise and rotate heads, and write keys and values into the pools."""
         return rope_then_write(write, args, options)
+
+    def stored_format(self, format: WeightFormat, num_devices: int) -> WeightFormat:
+        """Return the format with values of 4, 8 or more bits, and with float scales."""
+        del num_devices
+        return format.widened
+
+    def layouts(
+        self, matrices: Sequence[tuple[WeightFormat, tuple[int, ...]]], dtype: DTypeLike
+    ) -> list[Layout | None]:
+        """Return None for each matrix, because XLA reads the plain layout."""
+        del dtype
+        return [None] * len(matrices)
 
     def sum_rows(self, x: jax.Array) -> jax.Array:
         """Sum over the last dimension, in the order that XLA chooses."""

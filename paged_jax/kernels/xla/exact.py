@@ -55,7 +55,7 @@ def _linear(x: jax.Array, w: Weight) -> jax.Array:
 @jax.custom_jvp
 def _multiply(x: jax.Array, w: Weight) -> jax.Array:
     num_rows, inputs = math.prod(x.shape[:-1]), _round_inputs(x, w)
-    arrays = w.in_order.arrays.merge_outputs()._replace(order=None)
+    arrays = w.plain.arrays.merge_outputs()._replace(order=None)
     # With the barrier, the floats have the same bits in every program.
     floats = lax.optimization_barrier(dequantise(arrays, w.format.code).astype(jnp.float32))
     rows = _pad(inputs.reshape(num_rows, -1))
@@ -80,7 +80,7 @@ def _multiply_jvp(
 
 def _grouped_linear(x: jax.Array, w: Weight, sizes: jax.Array) -> jax.Array:
     """Multiply rows by the weights of their groups, see `paged_jax.kernels.grouped_linear`."""
-    rows, matrices = _pad(_round_inputs(x, w)), w.in_order
+    rows, matrices = _pad(_round_inputs(x, w)), w.plain
     begins = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
     num_tiles = -(-sizes // ROWS)
     tile_ends = jnp.cumsum(num_tiles, dtype=jnp.int32)

@@ -20,13 +20,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from paged_jax.kernels.rows import as_bits, from_bits
 from paged_jax.kernels.weight_formats import (
     BYTE_CODES,
     Weight,
     WeightArrays,
     dequantise,
 )
-from paged_jax.kernels.weight_packing import as_bits, from_bits
 
 # Limits for `_matmul_in_halves`, which uses a batched matmul. XLA's CPU library does not pack the
 # weights of a batched matmul, which saves time if there are few rows. With many inputs, its batched
@@ -50,7 +50,7 @@ _MAX_GRADIENT_TILE = 512
 
 def linear(x: jax.Array, w: Weight) -> jax.Array:
     """Multiply the last dimension of `x` by a weight; see `paged_jax.kernels.linear.linear`."""
-    arrays, code = w.in_order.arrays.merge_outputs(), w.format.code
+    arrays, code = w.plain.arrays.merge_outputs(), w.format.code
     if arrays.order is not None:
         x, arrays = x[..., arrays.order], arrays._replace(order=None)
     if arrays.scales is None:
@@ -223,7 +223,7 @@ def _multiply_groups(
 
     Weights are ``[out, in]``. The matmul of a tile is ``_contract(rows, weight, contracted)``.
     """
-    w = w.in_order
+    w = w.plain
     R, X, N = x.shape[0], w.shape[0], w.shape[2 - contracted[1]]
     tile = min(R, _MAX_TILE, max(8, math.ceil(2 * R / X)))
     begins = jnp.cumsum(group_sizes, dtype=jnp.int32) - group_sizes

@@ -4,20 +4,16 @@ The choice depends on the formats of the tensors in the files, on the user's opt
 number of devices over which the model is divided.
 """
 
-import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.linear import (
-    load_kernels_soon,
-    reads_interleaved_rows,
-    reads_stacked_weights,
-)
+from paged_jax.kernels.dispatch import weight_store
 from paged_jax.kernels.weight_formats import WeightFormat, common_format, divide_groups
 from paged_jax.kernels.weight_packing import PACKED_INPUTS
 from paged_jax.models.config import ModelConfig
@@ -90,26 +86,6 @@ def find_devices(config: ModelConfig, sharding: Sharding) -> set[Any]:
     return placement.device_set
 
 
-def can_keep_compact(config: ModelConfig, sharding: Sharding) -> bool:
-    """Return the result of `keeps_compact` for the devices of a sharding, see `find_devices`."""
-    devices = find_devices(config, sharding)
-    return keeps_compact(next(iter(devices)).platform, len(devices))
-
-
-def keeps_compact(platform: str, num_devices: int) -> bool:
-    """Return whether loading keeps compact formats, see `WeightFormat.widened`.
-
-    Otherwise, loading converts them to wider formats, which changes no weight. Only the C++ kernels
-    for CPUs read compact formats, and only in programs for one device.
-    """
-    return num_devices == 1 and reads_stacked_weights(platform)
-
-
-def widen(formats: MatrixFormats, names: Iterable[str]) -> MatrixFormats:
-    """Return the formats of the parameters `names`, with compact formats widened."""
-    return MatrixFormats.create({name: formats[name].widened for name in names if is_matrix(name)})
-
-
 def have_same_order(tensors: Iterable[StoredTensor]) -> bool:
     """Return whether quantised tensors have their inputs in the same order."""
     first, *others = (tensor.read_arrays(slice(0, 1)).order for tensor in tensors)
@@ -123,7 +99,7 @@ def choose_formats(
     mappings: Mapping[str, list[TensorMapping]],
     *,
     dequantise: bool,
-    allow_compact: bool,
+    platform: str | None = None,
     num_devices: int | None = None,
 ) -> MatrixFormats:
     """Choose the storage format of each matrix of a model that is read from files.
@@ -139,14 +115,19 @@ def choose_formats(
       stored: tensors of the files by name.
       mappings: for each parameter of the model with separate layers, its mappings to the tensors.
       dequantise: whether to convert all quantised matrices to floats.
-      allow_compact: result of `keeps_compact`.
-      num_devices: number of devices over which the model is divided; None to derive it from the
-        placement in `spec`.
+      platform: platform of the devices; None to derive it and `num_devices` from the placement in
+        `spec`.
+      num_devices: number of devices over which the model is divided.
     """
     floats = WeightFormat(name_of(spec.dtype))
-    config = dataclasses.replace(spec.config, dtype=floats.code)
+    config = replace(spec.config, dtype=floats.code)
     asked = MatrixFormats.of_dtype(dtype, config)
     is_kept = not dequantise and name_of(dtype) not in DTYPE_FORMATS
+    if platform is None or num_devices is None:
+        devices = find_devices(config, spec.sharding)
+        store, count = weight_store(next(iter(devices)).platform), len(devices)
+    else:
+        store, count = weight_store(platform), num_devices
     formats: dict[str, WeightFormat] = {}
     expanded: dict[str, str] = {}
     for name, shape in spec.separate_shapes().items():
@@ -156,7 +137,7 @@ def choose_formats(
         if is_kept and any(is_quantised(stored[each.tensor]) for each in mappings[name]):
             format = find_format(stored, mappings[name], shape[-1])
         if isinstance(format, WeightFormat) and format.is_quantised:
-            format = format if allow_compact else format.widened
+            format = store.stored_format(format, count)
             if num_devices is None:
                 num_parts = _num_parts(spec, name, shape)
             else:
@@ -184,23 +165,30 @@ def _num_parts(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> int:
     return 1 if placement is None else shape[-1] // placement.shard_shape(shape)[-1]
 
 
-def interleave_rows(
-    formats: MatrixFormats, shapes: Mapping[str, tuple[int, ...]], dtype: DTypeLike
+def lay_out(
+    formats: MatrixFormats, spec: ModelSpec, *, platform: str, backend: str | None
 ) -> MatrixFormats:
-    """Return the formats, with interleaved rows wherever the kernels for CPUs support them.
+    """Add the layouts that the kernels of a backend read fastest to the formats of a model.
 
     Args:
-      formats: formats of all matrices.
-      shapes: shape of each parameter of the model with separate layers, by name.
-      dtype: float dtype of the model.
+      formats: plain formats of all matrices.
+      spec: description of the model.
+      platform: platform of the device.
+      backend: name of the backend that multiplies by the matrices; None for the best one.
     """
-    chosen = {name: formats[name] for name in shapes if is_matrix(name)}
-    # `reads_interleaved_rows` waits for the kernel of each format, so start to compile all of them.
-    load_kernels_soon(dict.fromkeys(each.code for each in chosen.values()), dtype)
-    for name, format in chosen.items():
-        # Each expert has a matrix. `kv_b_proj` is also read as floats.
-        shape = shapes[name][1:] if ".experts_" in name else shapes[name]
-        is_read = reads_interleaved_rows("cpu", format, shape, dtype)
-        if is_read and not name.endswith(".kv_b_proj"):
-            chosen[name] = dataclasses.replace(format, is_interleaved=True)
+    shapes = {name: shape for name, shape in spec.separate_shapes().items() if is_matrix(name)}
+    # Each expert has a matrix.
+    matrices = [
+        (formats[name], shape[1:] if ".experts_" in name else shape)
+        for name, shape in shapes.items()
+    ]
+    layouts = weight_store(platform, backend).layouts(matrices, spec.dtype)
+    if not any(layouts):
+        return formats
+    plain = {name for name, parameter in spec.config.matrices() if parameter.is_read_as_floats}
+    kinds = {name.rpartition(".")[2] for name in plain}
+    chosen = {
+        name: format if name.rpartition(".")[2] in kinds else replace(format, layout=layout)
+        for name, (format, _), layout in zip(shapes, matrices, layouts, strict=True)
+    }
     return MatrixFormats.create(chosen, formats.default)

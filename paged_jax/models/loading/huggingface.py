@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.errors import WeightsError
 from paged_jax.models.gguf_file import GgufFile, is_gguf
-from paged_jax.models.loading.formats import can_keep_compact, choose_formats, interleave_rows
+from paged_jax.models.loading.formats import choose_formats, find_devices, lay_out
 from paged_jax.models.loading.gguf_tensors import find_gguf_tensors
 from paged_jax.models.loading.parameters import Model, ModelSpec, resolve_dtype
 from paged_jax.models.loading.safetensors_files import check_counts, check_names, find_tensors
@@ -43,7 +43,7 @@ def load_weights(
     sharding: Sharding = None,
     dequantise: bool = False,
     formats: MatrixFormats | None = None,
-    interleave: bool = False,
+    backend: str | None = "xla",
     show_progress: bool | None = None,
 ) -> Model:
     """Load a model from a folder with safetensors files, or from a GGUF file.
@@ -65,8 +65,8 @@ def load_weights(
       dequantise: whether to convert matrices that the files store in a quantised format to floats.
       formats: storage format of each matrix of the model; None to derive it from `dtype` and the
         files.
-      interleave: whether to interleave the rows of quantised matrices, see `interleave_rows`. It
-        must be False with `sharding`.
+      backend: name of the backend that multiplies by the matrices, or None for the best one. They
+        get the layouts that it reads fastest, see `lay_out`. The default reads the plain layout.
       show_progress: whether to show a progress bar, see `loading_bar`.
 
     Raises:
@@ -76,13 +76,11 @@ def load_weights(
     dtype = resolve_dtype("load_weights", dtype, config)
     wide, stored, mappings = _open(model_class, folder, config, dtype, sharding)
     if formats is None:
-        allow_compact = can_keep_compact(config, sharding)
-        options: Any = {"dequantise": dequantise, "allow_compact": allow_compact}
-        formats = choose_formats(wide, dtype, stored, mappings, **options)
+        formats = choose_formats(wide, dtype, stored, mappings, dequantise=dequantise)
     shapes = wide.separate_shapes()
-    if interleave:
-        assert sharding is None, "only whole matrices can be interleaved"
-        formats = interleave_rows(formats, shapes, wide.dtype)
+    if sharding is None:
+        [device] = find_devices(config, None)
+        formats = lay_out(formats, wide, platform=device.platform, backend=backend)
     spec = dataclasses.replace(
         wide,
         scan_layers=scan_layers,
@@ -132,15 +130,15 @@ def find_formats(
     folder: str | Path,
     config: ModelConfig,
     *,
-    allow_compact: bool,
+    platform: str,
     num_devices: int,
     dtype: DTypeLike = "auto",
     dequantise: bool = False,
 ) -> MatrixFormats:
     """Return the formats that `load_weights` would choose for the matrices of a model.
 
-    `allow_compact` is the result of `keeps_compact`. `num_devices` is the number of devices over
-    which the model will be divided. The other arguments are as in `load_weights`.
+    `num_devices` is the number of devices over which the model will be divided, and `platform` is
+    their platform. The other arguments are as in `load_weights`.
 
     Raises:
       WeightsError: see `load_weights`.
@@ -148,7 +146,7 @@ def find_formats(
     dtype = resolve_dtype("load_weights", dtype, config)
     spec, stored, mappings = _open(model_class, folder, config, dtype)
     options: Any = {"dequantise": dequantise, "num_devices": num_devices}
-    return choose_formats(spec, dtype, stored, mappings, allow_compact=allow_compact, **options)
+    return choose_formats(spec, dtype, stored, mappings, platform=platform, **options)
 
 
 def _open(

@@ -21,10 +21,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from paged_jax.kernels.dispatch import weight_store
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.errors import WeightsError
-from paged_jax.models.loading.formats import can_keep_compact, widen
+from paged_jax.models.loading.formats import find_devices
 from paged_jax.models.loading.parameters import (
     Model,
     ModelSpec,
@@ -121,8 +122,9 @@ def load_checkpoint(
 
     if formats is None:
         options: Any = {"dtype": dtype, "dequantise": dequantise}
-        allow_compact = can_keep_compact(config, sharding)
-        formats = find_saved_formats(path, config, allow_compact=allow_compact, **options)
+        devices = find_devices(config, sharding)
+        options |= {"platform": next(iter(devices)).platform, "num_devices": len(devices)}
+        formats = find_saved_formats(path, config, **options)
     spec = ModelSpec(model_class, config, floats, scan_layers, sharding, formats)
     # If the format of a matrix changes, it is first restored in the saved format, and then
     # converted. Matrices can only be stacked if they have the same format in all layers. If the
@@ -169,14 +171,15 @@ def find_saved_formats(
     path: str | Path,
     config: ModelConfig,
     *,
-    allow_compact: bool,
+    platform: str,
+    num_devices: int,
     dtype: DTypeLike = "auto",
     dequantise: bool = False,
 ) -> MatrixFormats:
     """Return the formats that `load_checkpoint` would choose for the matrices of a checkpoint.
 
-    `allow_compact` is the result of `keeps_compact`. The other arguments are as in
-    `load_checkpoint`.
+    `num_devices` is the number of devices over which the model will be divided, and `platform` is
+    their platform. The other arguments are as in `load_checkpoint`.
     """
     dtype = resolve_dtype("load_checkpoint", dtype, config)
     if dtype in DTYPE_FORMATS:
@@ -184,9 +187,16 @@ def find_saved_formats(
     if dequantise:
         return MatrixFormats(WeightFormat(dtype))
     formats = _read_formats(Path(path), config).with_floats(dtype)
-    if allow_compact or not formats.has_compact:
+    store = weight_store(platform)
+    if all(store.stored_format(each, num_devices) == each for each in formats.all_formats):
         return formats
-    return widen(formats, _stored_shapes(Path(path)))
+    return MatrixFormats.create(
+        {
+            name: store.stored_format(formats[name], num_devices)
+            for name in _stored_shapes(Path(path))
+            if is_matrix(name)
+        }
+    )
 
 
 def _read_formats(path: Path, config: ModelConfig) -> MatrixFormats:

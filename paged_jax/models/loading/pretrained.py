@@ -20,7 +20,7 @@ from paged_jax.models.families.registry import text_config
 from paged_jax.models.gguf_config import read_gguf_config
 from paged_jax.models.gguf_file import GgufFile, is_gguf
 from paged_jax.models.llama_config import LlamaConfig
-from paged_jax.models.loading.formats import find_devices, fit_format, keeps_compact
+from paged_jax.models.loading.formats import find_devices, fit_format
 from paged_jax.models.loading.huggingface import (
     find_formats,
     load_weights,
@@ -56,13 +56,13 @@ def from_pretrained(
     sharding: Sharding = None,
     dequantise: bool = False,
     formats: MatrixFormats | None = None,
-    interleave: bool = False,
+    backend: str | None = "xla",
     show_progress: bool | None = None,
 ) -> Model:
     """Load a model of the class `model_class`.
 
-    For the arguments, see `Decoder.from_pretrained`. For `formats` and `interleave`, see
-    `load_weights`. The rows of Orbax checkpoints are not interleaved.
+    For the arguments, see `Decoder.from_pretrained`. For `formats` and `backend`, see
+    `load_weights`. Orbax checkpoints are always loaded in the plain layout.
     """
     folder = bundled_folder() if folder is None else Path(folder).expanduser()
     if not folder.exists():
@@ -85,7 +85,7 @@ def from_pretrained(
             scan_layers = found is None or not found.is_quantised
     load: Callable[..., Model] = load_checkpoint
     if not is_checkpoint(folder):
-        load = functools.partial(load_weights, interleave=interleave)
+        load = functools.partial(load_weights, backend=backend)
     return load(
         model_class,
         folder,
@@ -158,8 +158,12 @@ def read_formats(
       none, or `dtype` or `dequantise` overrides it). In this case, the formats depend only on
       `dtype`.
     """
-    allow_compact = keeps_compact(platform or _device(config, None).platform, num_devices)
-    options: Any = {"dtype": dtype, "dequantise": dequantise, "allow_compact": allow_compact}
+    options: Any = {
+        "dtype": dtype,
+        "dequantise": dequantise,
+        "platform": platform or _device(config, None).platform,
+        "num_devices": num_devices,
+    }
     if is_checkpoint(folder):
         return find_saved_formats(folder, config, **options)
     if not is_gguf(folder) and not any(Path(folder).glob("*.safetensors")):
@@ -169,7 +173,7 @@ def read_formats(
             return None
         spec = ModelSpec(model_class, config, resolved, config.can_scan_layers)
         return _plan_formats(spec, quantisation, num_devices=num_devices)
-    return find_formats(model_class, folder, config, num_devices=num_devices, **options)
+    return find_formats(model_class, folder, config, **options)
 
 
 def _plan_formats(

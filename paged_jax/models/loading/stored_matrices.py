@@ -28,13 +28,9 @@ from paged_jax.kernels.weight_formats import (
     common_format,
     convert,
 )
-from paged_jax.kernels.weight_packing import interleave
 from paged_jax.models.loading.formats import Stored, have_same_order, is_quantised
 from paged_jax.models.loading.stored_tensors import StoredTensor
-from paged_jax.models.matrix_formats import (
-    SUFFIXES,
-    matrix_name,
-)
+from paged_jax.models.matrix_formats import SUFFIXES, matrix_name
 from paged_jax.models.quantise import quantise_on_host
 from paged_jax.models.tensor_mapping import TensorMapping
 
@@ -85,11 +81,12 @@ class StoredMatrix:
                     whole[place][index] = part
             if out.order is not None:
                 out.order[...] = arrays.order
+        layout = self.format.layout
         has_all_rows = not any(starts) and stops == self.shape[:-1]
-        if self.format.is_interleaved and has_all_rows:  # otherwise, only the order is read
+        if layout is not None and has_all_rows:  # otherwise, only the order is read
             for array in (out.values, out.scales, out.mins):
                 if array is not None and array.size:
-                    array[...] = interleave(array)
+                    array[...] = layout.prepare(array)
 
     @functools.cached_property
     def is_kept(self) -> bool:
@@ -99,8 +96,8 @@ class StoredMatrix:
             return False
         if self.format.has_order and not have_same_order(tensors):
             return False
-        formats = [*(tensor.format for tensor in tensors), self.format.in_order]
-        return common_format(formats, self.shape[-1]) == self.format.in_order
+        formats = [*(tensor.format for tensor in tensors), self.format.plain]
+        return common_format(formats, self.shape[-1]) == self.format.plain
 
     def _keep(self, starts: Shape, stops: Shape) -> Iterator[tuple[Index, Any, WeightArrays]]:
         """Yield quantised arrays of the files, converted to the matrix's format without rounding.
@@ -113,7 +110,7 @@ class StoredMatrix:
             tensor = self.stored[mapping.tensor]
             read = _read_rows if mapping.axes is None else _read_transposed_rows
             for index, arrays in read(tensor, mapping, part):
-                yield place, index, convert(arrays, tensor.format, self.format.in_order)
+                yield place, index, convert(arrays, tensor.format, self.format.plain)
 
     def _quantise(self, starts: Shape, stops: Shape) -> Iterator[tuple[Index, Any, WeightArrays]]:
         """Quantise floats of the files, from `starts` to `stops` in all dimensions but the last.

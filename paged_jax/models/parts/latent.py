@@ -31,7 +31,7 @@ from paged_jax.kernels.dispatch import is_exact
 from paged_jax.kernels.exact import rounded
 from paged_jax.kernels.linear import LayerWeights, Matrix, grouped_linear
 from paged_jax.kernels.norm_rope import add_bias, rms_norm, rotate
-from paged_jax.kernels.weight_formats import Weight, dequantise
+from paged_jax.kernels.weight_formats import Weight
 from paged_jax.models.layer_attention import Heads, Reach
 from paged_jax.models.layer_groups import KVShape
 from paged_jax.models.parts.part import (
@@ -179,6 +179,7 @@ class LatentAttention(AttentionPart):
                 sizes.kv_lora_rank,
                 divided=3,
                 stays_float=True,
+                is_read_as_floats=True,
             ),
         }
         if self.latent_bias:
@@ -298,9 +299,7 @@ def _fold_keys(q: jax.Array, w: Matrix, backend: str | None) -> jax.Array:
     """
     if isinstance(w, LayerWeights):
         return w.apply(lambda q, weight: _fold_keys(q, weight, backend), q)
-    values = w.values
-    if w.scales is not None:
-        values = dequantise(lax.stop_gradient(w.arrays), w.format.code)
+    values = w.floats
     if is_exact(backend):
         keys = jnp.swapaxes(values[:, : q.shape[-1]], 1, 2)
         return _multiply_heads(q, Weight(keys), backend)

@@ -82,6 +82,8 @@ class Parameter:
         smaller, so that the variance of the residual stream does not grow with the number of layers
         (GPT-2, section 2.3).
       stays_float: whether the option `dtype` never quantises the matrix.
+      is_read_as_floats: whether the forward pass also reads the elements of the matrix, instead of
+        only multiplying by it.
       dtype: dtype, if it is not that of the model.
       is_trained: whether the loss of a model depends on the parameter through its gradient.
     """
@@ -92,6 +94,7 @@ class Parameter:
     pieces: Pieces | None = None
     is_output: bool = False
     stays_float: bool = False
+    is_read_as_floats: bool = False
     dtype: str | None = None
     is_trained: bool = True
 
@@ -107,12 +110,21 @@ def matrix(
     pieces: Pieces | None = None,
     is_output: bool = False,
     stays_float: bool = False,
+    is_read_as_floats: bool = False,
 ) -> Parameter:
     """Describe a weight matrix ``[out, in]``, where `out` may be several dimensions.
 
     The name of a matrix ends with ``_proj``, see `matrix_formats.is_matrix`.
     """
-    return Parameter(shape, None, divided, pieces, is_output=is_output, stays_float=stays_float)
+    return Parameter(
+        shape,
+        None,
+        divided,
+        pieces,
+        is_output=is_output,
+        stays_float=stays_float,
+        is_read_as_floats=is_read_as_floats,
+    )
 
 
 def vector(
