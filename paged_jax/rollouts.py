@@ -287,7 +287,9 @@ def _generate(
     """
     B, T = prompts.token_ids.shape
     num_rows = B * num_samples
-    tokens_per_pass = _tokens_per_pass(model.config.sliding_windows, max(T - 1, max_tokens))
+    frees = any(group.retention.frees for group in model.config.cache_groups)
+    num_tokens = max(T - 1, max_tokens)
+    tokens_per_pass = min(num_tokens, _MAX_TOKENS_PER_PASS) if frees else num_tokens
     num_blocks = B * _num_blocks(T, max_tokens, num_samples, block_size)
     max_in_row = _max_blocks_in_row(model, T + max_tokens, tokens_per_pass, block_size)
     cache = model.create_cache(
@@ -327,11 +329,6 @@ _generate_in_jit = jax.jit(
         "max_tokens", "num_samples", "stop_ids", "token_bias", "block_size", "backend",
     ),
 )  # fmt: skip
-
-
-def _tokens_per_pass(windows: Sequence[int | None], num_tokens: int) -> int:
-    """Return the maximum number of tokens per row and pass, see `_MAX_TOKENS_PER_PASS`."""
-    return num_tokens if set(windows) == {None} else min(num_tokens, _MAX_TOKENS_PER_PASS)
 
 
 def _decode(
