@@ -58,8 +58,13 @@ DEFAULTS_FILE = Path(__file__).parent / "families" / "defaults.json"
 
 
 @functools.cache
-def _stored_defaults() -> Mapping[str, Mapping[str, Any]]:
+def _read_defaults() -> Mapping[str, Mapping[str, Any]]:
     return json.loads(DEFAULTS_FILE.read_text(encoding="utf-8"))
+
+
+def stored_defaults(model_type: str) -> Mapping[str, Any] | None:
+    """Return the stored default values of a `model_type`; None if it has none."""
+    return _read_defaults().get(model_type)
 
 
 class Family:
@@ -87,7 +92,7 @@ class Family:
       in_memory: substrings of names in `tensor_names`, mapped to their replacements in the state
         dict of transformers' model, which may fuse several tensors of the files.
       prefixes: prefixes of tensor names, mapped to their replacements, or to None if these tensors
-        belong to another part of a multimodal model and are not read.
+        are not read. Those of multimodal models are removed before, see `families.multimodal`.
       written_prefixes: prefixes of tensor names that this library reads, mapped to the prefixes in
         files that it writes.
       has_draft_layers: whether files may contain additional layers for multi-token prediction.
@@ -112,7 +117,7 @@ class Family:
 
     def __init_subclass__(cls) -> None:
         """Take the stored defaults of the family, unless the class has its own."""
-        stored = _stored_defaults().get(vars(cls).get("model_type", ""))
+        stored = stored_defaults(vars(cls).get("model_type", ""))
         if stored is not None and "defaults" not in vars(cls):
             cls.defaults = stored
 

@@ -20,11 +20,18 @@ class ConfigEntries(Mapping[str, Any]):
     Args:
       values: the entries, by key.
       keys_read: the record, which is shared.
+      default_keys: keys of entries that the file does not contain.
     """
 
-    def __init__(self, values: Mapping[str, Any], keys_read: set[str] | None = None):
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        keys_read: set[str] | None = None,
+        default_keys: Iterable[str] = (),
+    ):
         self._values = dict(values)
         self._keys_read = set[str]() if keys_read is None else keys_read
+        self._default_keys = frozenset(default_keys)
 
     def __getitem__(self, key: str) -> Any:
         self._keys_read.add(key)
@@ -38,11 +45,17 @@ class ConfigEntries(Mapping[str, Any]):
 
     def replace(self, values: Mapping[str, Any]) -> "ConfigEntries":
         """Copy the entries, with other values for some keys."""
-        return ConfigEntries(self._values | dict(values), self._keys_read)
+        default_keys = self._default_keys - {*values}
+        return ConfigEntries(self._values | dict(values), self._keys_read, default_keys)
 
     def complete(self, defaults: Mapping[str, Any]) -> "ConfigEntries":
         """Copy the entries, and add defaults for keys that are missing."""
-        return ConfigEntries(dict(defaults) | self._values, self._keys_read)
+        default_keys = self._default_keys | {*defaults} - {*self._values}
+        return ConfigEntries(dict(defaults) | self._values, self._keys_read, default_keys)
+
+    def is_default(self, key: str) -> bool:
+        """Return whether an entry is a default that `complete` has added."""
+        return key in self._default_keys
 
     def find_unread(self) -> set[str]:
         """Find the keys that nobody has read, except entries that are null."""

@@ -12,7 +12,8 @@ from paged_jax.models.codecs.quantisation import find_quantisation
 from paged_jax.models.config import Family, ModelConfig, PerLayerTable, check_num_layers
 from paged_jax.models.config_json import ConfigEntries
 from paged_jax.models.errors import UnsupportedConfigError
-from paged_jax.models.families.registry import FAMILIES, find_model_type, text_config
+from paged_jax.models.families.multimodal import check_head, text_config
+from paged_jax.models.families.registry import FAMILIES, find_family
 from paged_jax.models.known_keys import check_unread
 from paged_jax.models.layer_groups import (
     CHUNKED,
@@ -330,12 +331,11 @@ class LlamaConfig(ModelConfig):
           ... }).num_key_value_heads
           2
         """
-        entries = ConfigEntries(text_config(config))
-        family = FAMILIES[find_model_type(entries)]
-        entries = entries.complete(family.defaults)
+        family, entries = find_family(ConfigEntries(text_config(config)))
         find_quantisation(entries, has_mxfp4=family.is_mxfp4)
         read = family.read(entries)
         check_unread(entries, family.ignored, family.architecture, read.num_hidden_layers)
+        check_head(config, read)
         return read
 
     @classmethod

@@ -10,8 +10,9 @@ import numpy as np
 
 # Ways to store experts in files. "family": as in the published files of the family. "fused": one
 # tensor for all experts, with the names in the models of transformers 5, see `Family.in_memory`.
-# "separate": each expert has separate tensors for gate, up and down, and so has the dense MLP.
-ExpertLayout = Literal["family", "fused", "separate"]
+# "transposed": as "fused", with the inputs before the outputs (Qwen3-VL). "separate": each expert
+# has separate tensors for gate, up and down, and so has the dense MLP.
+ExpertLayout = Literal["family", "fused", "transposed", "separate"]
 
 Shape = tuple[int, ...]
 Array = TypeVar("Array", np.ndarray, jax.Array)

@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
-from paged_jax.models.config import PerLayerTable
+from paged_jax.models.config import PerLayerTable, stored_defaults
 from paged_jax.models.errors import UnsupportedConfigError
 from paged_jax.models.families.registry import FAMILIES
 from paged_jax.models.layer_groups import KVShape
@@ -55,6 +56,12 @@ def _of_family(model_type):
     """Return a small config of a family, with defaults for all optional keys."""
     sizes = {**_SIZES, **_REQUIRED.get(model_type, {})}
     return {"model_type": model_type, "num_key_value_heads": 2, **sizes}
+
+
+def _with_images(model_type, text, **changes):
+    """Return the config of a multimodal model around a small model of a family."""
+    part = {**_of_family(text), **changes}
+    return {"model_type": model_type, "text_config": part, "vision_config": {}}
 
 
 _LLAMA3_ROPE = {
@@ -331,9 +338,9 @@ def test_from_dict_defaults_equal_those_of_transformers(model_type):
 
 @pytest.mark.peers
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+@pytest.mark.parametrize("model_type", family_defaults.MODEL_TYPES)
 def test_stored_defaults_are_those_of_transformers(model_type):
-    assert FAMILIES[model_type].defaults == family_defaults.compute(model_type)
+    assert stored_defaults(model_type) == family_defaults.compute(model_type)
 
 
 @pytest.mark.peers
@@ -352,6 +359,86 @@ def test_from_dict_reads_a_model_type_from_the_architecture():
     assert LlamaConfig.from_dict({**_SIZES, "architectures": ["LlamaForCausalLM"]}) == (
         LlamaConfig.from_dict(_LLAMA)
     )
+
+
+# As on the Hub, where the entries of the text model are beside those for images.
+_QWEN25_VL = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "image_token_id": 151655,
+    "initializer_range": 0.02,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 128000,
+    "max_window_layers": 28,
+    "model_type": "qwen2_5_vl",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "video_token_id": 151656,
+    "vision_config": {"depth": 32, "hidden_size": 1280, "model_type": "qwen2_5_vl"},
+    "vision_end_token_id": 151653,
+    "vision_start_token_id": 151652,
+    "vision_token_id": 151654,
+    "vocab_size": 152064,
+}
+
+
+@pytest.mark.parametrize("has_text_config", [True, False])
+def test_from_dict_reads_qwen25_vl_as_qwen2(has_text_config):
+    outer = {"model_type": "qwen2_5_vl", "vision_config": {}, "tie_word_embeddings": False}
+    inner = {**_QWEN25_VL, "model_type": "qwen2_5_vl_text", "architectures": None}
+    text = {key: x for key, x in inner.items() if not re.search("image|video|vision", key)}
+    config = {**outer, "text_config": text} if has_text_config else _QWEN25_VL
+    expected = {**text, "model_type": "qwen2", "rope_scaling": None}
+    assert LlamaConfig.from_dict(config) == LlamaConfig.from_dict(expected)
+
+
+def test_from_dict_reads_kimi_k25_as_deepseek_v3():
+    text = {**_of_family("deepseek_v3"), "architectures": ["DeepseekV3ForCausalLM"]}
+    config = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "auto_map": {"AutoConfig": "configuration_kimi_k25.KimiK25Config"},
+        "media_placeholder_token_id": 163605,
+        "model_type": "kimi_k25",
+        "text_config": {**text, "model_type": "kimi_k2"},
+        "vision_config": {"mm_projector_type": "patchmerger"},
+    }
+    assert LlamaConfig.from_dict(config) == LlamaConfig.from_dict(text)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "text", "outer", "inner", "expected"),
+    [
+        ("llava", "llama", None, None, False),
+        ("llava", "llama", True, False, True),
+        ("llava", "llama", False, True, False),
+        ("llava", "llama", None, True, True),
+        ("gemma3", "gemma3_text", None, None, True),
+        ("gemma3", "gemma3_text", None, False, True),
+    ],
+)
+def test_from_dict_ties_embeddings_as_the_whole_model_says(
+    model_type, text, outer, inner, expected
+):
+    """Without an entry of the whole model, those of the family are usual."""
+    config = _with_images(model_type, text)
+    if outer is not None:
+        config["tie_word_embeddings"] = outer
+    if inner is not None:
+        config["text_config"]["tie_word_embeddings"] = inner
+    assert LlamaConfig.from_dict(config).tie_word_embeddings is expected
 
 
 @pytest.mark.parametrize(
@@ -722,7 +809,15 @@ def test_from_dict_reads_the_chunks_of_llama_4():
                 "model_type": "gemma3",
                 "text_config": {**_of_family("gemma3_text"), "final_logit_softcapping": 3.0},
             },
-            "final_logit_softcapping must be null in this multimodal model",
+            r"logits \(final_logit_softcapping\) must be None in the multimodal model 'gemma3'",
+        ),
+        (_with_images("cohere2_vision", "cohere2"), r"logits \(such as logit_scale\) must be 1.0"),
+        (_with_images("paligemma", "gemma"), "'paligemma' is not supported: all tokens of a"),
+        (_with_images("mllama", "mllama_text_model"), "'mllama' is not supported: its cross-atten"),
+        (_with_images("glm4v", "glm4v_text"), "model_type 'glm4v_text' is not supported"),
+        (
+            _with_images("qwen3_vl_moe", "qwen3_vl_moe_text", norm_topk_prob=False),
+            "norm_topk_prob must be true",
         ),
         (
             {"model_type": "gemma3", "architectures": ["Gemma3ForSequenceClassification"]},

@@ -42,7 +42,7 @@ from paged_jax.runner import runner
 from paged_jax.scheduler.request import Sequence
 from tests.engine import test_tensor_parallel as two_devices
 from tests.support import families, family_references, references
-from tests.support.families import CASES, IMAGE_MODELS, VARIANTS
+from tests.support.families import CASES, IMAGE_MODELS, OTHER_IMAGE_MODELS, VARIANTS
 from tests.support.own_parts import own_parts, with_new_parts
 from tests.support.references import (
     ANSWER_POSITIONS,
@@ -184,9 +184,39 @@ def test_forward_of_a_variant_matches_transformers(tmp_path, variant) -> None:
 def test_from_pretrained_reads_the_text_part_of_a_model_with_images(model_type, tmp_path) -> None:
     reference = references.write_reference(families.with_images(model_type), tmp_path)
     model = Decoder.from_pretrained(tmp_path)
-    assert model.config.model_type == IMAGE_MODELS[model_type][-1]
+    assert model.config.model_type == IMAGE_MODELS[model_type].family
     assert model.config.eos_token_ids == (1, 5)
     check_forward(model, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+@pytest.mark.parametrize("model_type", OTHER_IMAGE_MODELS)
+def test_text_parts_of_other_models_with_images_match_transformers(model_type, tmp_path) -> None:
+    initial = families.initial_with_images(model_type)
+    config, tensors = families.describe(initial)
+    theirs = families.load_drawn(type(initial), config, tensors)
+    references.write_model(tmp_path, config, references.draw(tensors))
+    model = Decoder.from_pretrained(tmp_path)
+    assert model.config.model_type == OTHER_IMAGE_MODELS[model_type].family
+    expected = families.logits(theirs, TOKENS[None])[0]
+    assert np.std(expected) > 0.2
+    np.testing.assert_allclose(plain_logits(model, TOKENS), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+def test_an_engine_of_qwen3_vl_with_experts_generates_the_tokens_of_transformers(tmp_path) -> None:
+    name = families.with_images("qwen3_vl_moe")
+    reference, prompt = references.write_reference(name, tmp_path), PROMPTS["short"].tolist()
+    kind = type(families.initial_with_images("qwen3_vl_moe"))
+    theirs = families.load_drawn(kind, dict(reference.config), dict(reference.tensors))
+    model = Decoder.from_pretrained(tmp_path)
+    engine = Engine(model, block_size=8, num_blocks=16, max_num_seqs=1, max_model_len=128)
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    output = play(engine, [Job("short", {"prompt_token_ids": prompt}, params)])["short"]
+    expected = families.greedy_tokens(theirs, prompt, MAX_TOKENS)
+    assert [each.token_ids for each in output.outputs] == [expected]
 
 
 ALL_MODELS = [*CASES, *VARIANTS, *map(families.with_images, IMAGE_MODELS)]

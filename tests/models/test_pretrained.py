@@ -95,12 +95,78 @@ def test_from_pretrained_reads_unusual_files_like_transformers(tmp_path, name, e
     check_logits(tmp_path)
 
 
+def into_multimodal(folder, prefixes, others=()):
+    """Make the Llama in a folder the text model of a model with images.
+
+    Args:
+      folder: the folder.
+      prefixes: prefixes of the text model's tensors, and those in the new file.
+      others: names of further tensors in the new file.
+    """
+
+    def edit(tensors):
+        edited = dict.fromkeys(others, np.ones(4, np.float32))
+        for name, value in tensors.items():
+            prefix = next(prefix for prefix in prefixes if name.startswith(prefix))
+            edited[prefixes[prefix] + name.removeprefix(prefix)] = value
+        return edited
+
+    edit_tensors(folder, edit)
+    path = folder / "config.json"
+    text = json.loads(path.read_text(encoding="utf-8"))
+    outer = {"model_type": "new", "text_config": text, "vision_config": {}}
+    outer["tie_word_embeddings"] = text["tie_word_embeddings"]
+    path.write_text(json.dumps(outer), encoding="utf-8")
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize(
+    ("prefixes", "others"),
+    [
+        (
+            {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+            "vision_tower.",
+        ),
+        ({"model.": "model.language_model.", "lm_head.": "lm_head."}, "model.audio_tower."),
+        ({"model.": "model.text_model.", "lm_head.": "lm_head."}, "model.connector."),
+        ({"model.": "language_model.", "lm_head.": "lm_head."}, "multi_modal_projector."),
+        ({"model.": "model.", "lm_head.": "lm_head."}, "visual."),
+    ],
+)
+def test_from_pretrained_reads_the_text_part_of_any_multimodal_model(
+    tmp_path, is_tied, prefixes, others
+):
+    random_llama(dataclasses.replace(_CONFIG, tie_word_embeddings=is_tied)).save_pretrained(
+        tmp_path
+    )
+    model = Decoder.from_pretrained(tmp_path)
+    into_multimodal(tmp_path, prefixes, [f"{others}layers.7.mlp.fc1.weight", "image_newline"])
+    same = Decoder.from_pretrained(tmp_path)
+    assert same.config == model.config
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(same), nnx.state(model))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "language_model.model.layers.1.cross_attn.q_proj.weight",
+        "language_model.model.gate.weight",
+        "talker.layers.0.mlp.up_proj.weight",
+    ],
+)
+def test_from_pretrained_names_tensors_that_a_multimodal_model_adds(folder, name):
+    into_multimodal(folder, {"model.": "language_model.model."}, [name])
+    with pytest.raises(WeightsError, match="in the files, but not part of a model") as raised:
+        Decoder.from_pretrained(folder)
+    assert name.removeprefix("language_model.") in str(raised.value)
+
+
 @pytest.mark.slow
 @pytest.mark.peers
 @pytest.mark.parametrize("outer", [True, False, "missing", None])
 @pytest.mark.parametrize("inner", [True, False])
 def test_from_pretrained_ties_models_with_images_like_transformers(tmp_path, outer, inner):
-    families.reference_with_images("gemma3").save_pretrained(tmp_path)
+    families.drawn(families.initial_with_images("gemma3")).save_pretrained(tmp_path)
     if outer is False or outer is None:
         edit_tensors(tmp_path, double_head)
     edit_config(tmp_path, part="text_config", tie_word_embeddings=inner)
@@ -116,7 +182,7 @@ def test_from_pretrained_ties_models_with_images_like_transformers(tmp_path, out
 @pytest.mark.parametrize("name", ["qwen3 tied", "gemma3", "with images"])
 def test_from_pretrained_reads_models_without_a_head(tmp_path, name):
     if name == "with images":
-        theirs = families.reference_with_images("gemma3")
+        theirs = families.drawn(families.initial_with_images("gemma3"))
     else:
         theirs = families.reference(CASES[name])
     theirs.model.save_pretrained(tmp_path)

@@ -735,80 +735,177 @@ def _model_class(config: Any) -> Any:
     return getattr(transformers(), type(config).__name__.replace("Config", "ForCausalLM"))
 
 
-# Models with images: classes of config and model in transformers, the case of their text model, and
-# the type of the text model that we load.
-IMAGE_MODELS = {
-    "gemma3": ("Gemma3Config", "Gemma3ForConditionalGeneration", "gemma3", "gemma3_text"),
-    "gemma4": ("Gemma4Config", "Gemma4ForConditionalGeneration", "gemma4", "gemma4_text"),
-    "mistral3": ("Mistral3Config", "Mistral3ForConditionalGeneration", "ministral3", "ministral3"),
-    "qwen3_vl": ("Qwen3VLConfig", "Qwen3VLForConditionalGeneration", "qwen3_vl", "qwen3"),
-}
-_IMAGES: dict[str, dict[str, Any]] = {
-    "gemma3": {
-        "vision_config": {"image_size": 8, "patch_size": 4},
-        "mm_tokens_per_image": 4,
-        "image_token_index": 0,
-    },
-    "gemma4": {
-        "vision_config": {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
-        "audio_config": None,
-        "image_token_id": 0,
-    },
-    "mistral3": {
-        "vision_config": {
-            "image_size": 28, "patch_size": 14, "head_dim": 8, "model_type": "pixtral",
-        },
-        "image_token_index": 0,
-    },
-    "qwen3_vl": {
-        "vision_config": {
-            "depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [0],
-        },
-        "image_token_id": 0,
-    },
+@dataclasses.dataclass(frozen=True)
+class ImageModel:
+    """A model with images or audio, of which we read the text model.
+
+    Attributes:
+      text: the text model in transformers.
+      family: `model_type` of the model that we read.
+      options: config entries of the whole model.
+    """
+
+    text: Case
+    family: str
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+_VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
 }  # fmt: skip
-_VL_TEXT = {
-    "head_dim": 24,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 4, 4]},
+_QWEN_VISION = _VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 64}
+_QWEN3_VISION = {**_QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+_PATCHES = {"image_size": 28, "patch_size": 14}
+
+
+def _three_positions(head_dim: int, sections: list[int]) -> dict[str, Any]:
+    """Return entries of Qwen's models, which rotate parts of heads by different positions."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
+    return {"head_dim": head_dim, "rope_parameters": rope}
+
+
+# The first token of the vocabulary, which no prompt has, stands for images.
+_IMAGE_TOKEN = {"image_token_id": 0, "video_token_id": 0}
+# Models with images, by `model_type`.
+IMAGE_MODELS = {
+    "gemma3": ImageModel(
+        Case("gemma3_text", CASES["gemma3"].changes),
+        "gemma3_text",
+        {
+            "vision_config": {**_VISION, "image_size": 8, "patch_size": 4},
+            "mm_tokens_per_image": 4,
+            "image_token_index": 0,
+        },
+    ),
+    "gemma4": ImageModel(
+        # The model reads the embedding of the padding token.
+        Case("gemma4_text", {**CASES["gemma4"].changes, "pad_token_id": 0}),
+        "gemma4_text",
+        {
+            "vision_config": {
+                **_VISION, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16,
+            },
+            "audio_config": None,
+            "image_token_id": 0,
+        },
+    ),
+    "gemma4_unified": ImageModel(
+        Case(
+            "gemma4_unified_text",
+            {
+                key: value
+                for key, value in {**CASES["gemma4"].changes, "pad_token_id": 0}.items()
+                if "per_layer_input" not in key
+            },
+        ),
+        "gemma4_text",
+        {
+            "vision_config": {
+                "patch_size": 2, "mm_embed_dim": 16, "mm_posemb_size": 4, "output_proj_dims": 64,
+            },
+            "audio_config": {"audio_embed_dim": 16},
+            **_IMAGE_TOKEN,
+        },
+    ),
+    "kimi_k25": ImageModel(
+        Case("deepseek_v3", _LATENT),
+        "deepseek_v3",
+        {
+            "vision_config": {**_VISION, "pos_emb_height": 4, "pos_emb_width": 4},
+            "projection_hidden_size": 16,
+            "tie_word_embeddings": False,
+            **_IMAGE_TOKEN,
+        },
+    ),
+    "mistral3": ImageModel(
+        Case("ministral3", CASES["ministral3"].changes),
+        "ministral3",
+        {
+            "vision_config": {**_VISION, **_PATCHES, "head_dim": 8, "model_type": "pixtral"},
+            "image_token_index": 0,
+        },
+    ),
+    "qwen2_5_vl": ImageModel(
+        Case("qwen2_5_vl_text", _three_positions(16, [1, 2, 5]) | {"head_dim": None}),
+        "qwen2",
+        {"vision_config": {**_QWEN_VISION, "fullatt_block_indexes": [0]}, **_IMAGE_TOKEN},
+    ),
+    "qwen3_vl": ImageModel(
+        Case("qwen3_vl_text", _three_positions(24, [4, 4, 4])),
+        "qwen3",
+        {"vision_config": _QWEN3_VISION, "image_token_id": 0},
+    ),
+    "qwen3_vl_moe": ImageModel(
+        Case(
+            "qwen3_vl_moe_text",
+            {
+                **_three_positions(24, [6, 3, 3]),
+                "num_experts": 6,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 20,
+                "tie_word_embeddings": False,
+            },
+        ),
+        "qwen3_moe",
+        {"vision_config": _QWEN3_VISION, **_IMAGE_TOKEN},
+    ),
+}  # fmt: skip
+# Others, without stored values. They contain the text model in other ways.
+_MORE_VISION = {**_VISION, **_PATCHES}
+_AUDIO = {
+    "d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16,
+}  # fmt: skip
+OTHER_IMAGE_MODELS = {
+    "idefics3": ImageModel(CASES["llama"], "llama", {"vision_config": _MORE_VISION}),
+    "internvl": ImageModel(
+        VARIANTS["qwen2"],
+        "qwen2",
+        {"vision_config": {**_VISION, "image_size": [28, 28], "patch_size": [14, 14]}},
+    ),
+    "lfm2_vl": ImageModel(VARIANTS["lfm2"], "lfm2", {"vision_config": _MORE_VISION}),
+    "llava": ImageModel(
+        CASES["llama"],
+        "llama",
+        {"vision_config": {**_MORE_VISION, "model_type": "clip_vision_model"}},
+    ),
+    "minicpmv4_6": ImageModel(
+        Case("qwen3_5_text", CASES["qwen3_5"].changes),
+        "qwen3_5_text",
+        {"vision_config": _MORE_VISION},
+    ),
+    "qwen2_vl": ImageModel(
+        Case("qwen2_vl_text", _three_positions(16, [2, 2, 4]) | {"head_dim": None}),
+        "qwen2",
+        {
+            "vision_config": {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 64},
+            **_IMAGE_TOKEN,
+        },
+    ),
+    "voxtral": ImageModel(CASES["llama"], "llama", {"audio_config": _AUDIO}),
 }
 
 
-def reference_with_images(model_type: str) -> Any:
-    """Return a transformers model for images, one of `IMAGE_MODELS`, with drawn weights."""
-    return drawn(_initial_with_images(model_type))
-
-
-def _initial_with_images(model_type: str) -> Any:
-    """Return a transformers model for images with its initial weights."""
-    kinds = transformers()
-    config_class, model_class, case, _ = IMAGE_MODELS[model_type]
-    changes = _VL_TEXT if case == "qwen3_vl" else CASES[case].changes
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    options = _IMAGES[model_type]
-    text = {**_SIZES, **changes, "eos_token_id": [1, 5]}
-    if case not in ("gemma3", "gemma4"):
-        text["model_type"] = "qwen3_vl_text" if case == "qwen3_vl" else case
-    if case == "gemma4":
-        text["pad_token_id"] = 0  # the model reads its embedding
-    config = getattr(kinds, config_class)(
-        text_config=text,
+def initial_with_images(model_type: str) -> Any:
+    """Return a transformers model of `IMAGE_MODELS` or `OTHER_IMAGE_MODELS`, not drawn."""
+    kinds, model = transformers(), {**IMAGE_MODELS, **OTHER_IMAGE_MODELS}[model_type]
+    text = {**_SIZES, "eos_token_id": [1, 5], "model_type": model.text.model_type}
+    config = kinds.AutoConfig.for_model(
+        model_type,
+        text_config={**text, **model.text.changes},
         attn_implementation="eager",
         eos_token_id=[1, 5],
-        **{**options, "vision_config": {**vision, **options["vision_config"]}},
+        **model.options,
     )
-    return getattr(kinds, model_class)(config)
+    for auto_class in (kinds.AutoModelForImageTextToText, kinds.AutoModelForMultimodalLM):
+        if type(config) in auto_class._model_mapping:
+            return auto_class._model_mapping[type(config)](config)
+    raise AssertionError(f"no class of transformers generates text with {model_type}")
 
 
 def initial_models() -> dict[str, Any]:
     """Return functions that make the models of `references`, with their initial weights."""
     makers = {name: (_initial, case) for name, case in {**CASES, **VARIANTS}.items()}
-    makers |= {with_images(kind): (_initial_with_images, kind) for kind in IMAGE_MODELS}
+    makers |= {with_images(kind): (initial_with_images, kind) for kind in IMAGE_MODELS}
     return {name: functools.partial(*maker) for name, maker in makers.items()}
 
 
@@ -834,6 +931,9 @@ def describe(model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 has_offset = "norm" in module or "layer_scalar" in module
                 offset = float(np.mean(file.get_tensor(name))) if has_offset else 0.0
                 assert offset in (0, 1) or not name.endswith("norm.weight"), name
+                # transformers gives all layers of Kimi K2.5 the name of those for images. In the
+                # published files, those of the text model have the usual name.
+                name = name.replace("language_model.model.blocks.", "language_model.model.layers.")
                 tensors[name] = Tensor(tuple(part.get_shape()), part.get_dtype(), offset)
     return config, tensors
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from paged_jax.models.config import DEFAULTS_FILE
 from paged_jax.models.config_json import ConfigEntries
-from paged_jax.models.families.registry import FAMILIES
+from paged_jax.models.families.registry import FAMILIES, OTHER_NAMES, OtherName
 from paged_jax.models.layer_groups import FULL, SLIDING
 from tests.support.saved_configs import save
 
@@ -24,19 +24,22 @@ _MORE_SIZES: dict[str, dict[str, tuple[int, int]]] = {
     "gemma3n_text": {"num_hidden_layers": (36, 48)},
     "dots1": {"n_routed_experts": (64, 128), "num_experts_per_tok": (4, 8)},
 }
+# Every `model_type` that has defaults. transformers has no class of its own for Kimi K2.
+MODEL_TYPES = sorted({*FAMILIES, *OTHER_NAMES} - {"kimi_k2"})
 # Keys that follow from others, also if their values are equal for both sizes.
 _DERIVED = ("layer_types", "layers_block_type", "mamba_d_head", "per_layer_config")
 
 
 def compute(model_type: str) -> dict[str, Any]:
-    """Return the defaults of a family: entries that it reads, and that do not follow from sizes."""
+    """Return the defaults of a `model_type`: entries that are read and do not follow from sizes."""
     sizes = {**_SIZES, **_MORE_SIZES.get(model_type, {})}
     first, second = (
         _unpack(_saved(model_type, {key: pair[index] for key, pair in sizes.items()}))
         for index in range(2)
     )
-    entries = ConfigEntries(first)
-    FAMILIES[model_type].read(entries)
+    other = OTHER_NAMES.get(model_type, OtherName(model_type))
+    entries = ConfigEntries(first).complete(other.fixed)
+    FAMILIES[other.family].read(entries)
     ignored = {*entries.find_unread(), *sizes, *_DERIVED}
     return {
         key: value
@@ -81,6 +84,6 @@ def _unpack_by_layer_type(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def write() -> None:
-    """Write the defaults into the package, a line for each family."""
-    lines = [f"{json.dumps(name)}: {json.dumps(compute(name))}" for name in sorted(FAMILIES)]
+    """Write the defaults into the package, a line for each `model_type`."""
+    lines = [f"{json.dumps(name)}: {json.dumps(compute(name))}" for name in MODEL_TYPES]
     DEFAULTS_FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

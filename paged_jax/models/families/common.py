@@ -45,25 +45,6 @@ from paged_jax.models.parts.part import Part
 from paged_jax.models.parts.residual import Parallel, Sublayer
 from paged_jax.models.rope import QueryScale, Rope, RopeScaling
 
-# Prefixes of tensor names in checkpoints of multimodal models, and their replacements. The value
-# None means that the tensors are not loaded, because they are not part of the text model.
-IMAGE_PREFIXES: Mapping[str, str | None] = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "language_model.": "model.",
-    "model.language_model.": "model.",
-    "vision_tower.": None,
-    "multi_modal_projector.": None,
-    "model.vision_tower.": None,
-    "model.multi_modal_projector.": None,
-    "visual.": None,
-    "model.visual.": None,
-    "model.embed_vision.": None,
-    "model.audio_tower.": None,
-    "model.embed_audio.": None,
-}
-
-
 # Other names of activations in files.
 _ACTIVATION_NAMES: Mapping[str, str] = {
     "swish": "silu",

@@ -73,8 +73,8 @@ def _read_num_experts(family: Family, entries: ConfigEntries, key: str) -> int:
     """Return the number of experts; `key` is the family's own key, which others precede."""
     keys = (*(name for name in _NUM_EXPERTS_KEYS if name != key), key)
     values = {name: entries[name] for name in keys if name in entries}
-    # A default of the family counts only if the file has no other key.
-    given = {name: value for name, value in values.items() if value != family.defaults.get(name)}
+    # A default counts only if the file has no other key.
+    given = {name: value for name, value in values.items() if not entries.is_default(name)}
     given = given or values
     return read_integer(given, next(iter(given), key))
 

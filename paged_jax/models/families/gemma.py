@@ -10,7 +10,6 @@ from typing import Any
 from paged_jax.models.config import Family, ModelConfig
 from paged_jax.models.config_json import ConfigEntries, as_integer, read_boolean, read_integer
 from paged_jax.models.families.common import (
-    IMAGE_PREFIXES,
     pre_norm,
     read_activation,
     read_dense,
@@ -160,7 +159,6 @@ class Gemma3(Family):
     model_type = "gemma3_text"
     architecture = "Gemma3ForCausalLM"
     tensor_names = SANDWICH_TENSORS
-    prefixes = IMAGE_PREFIXES
     gguf = GgufLayout("gemma3")
 
     def read(self, entries: ConfigEntries) -> ModelConfig:

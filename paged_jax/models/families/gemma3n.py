@@ -7,7 +7,6 @@ from paged_jax.arguments import check_positive, is_int, is_real
 from paged_jax.models.config import Family, ModelConfig, PerLayerTable
 from paged_jax.models.config_json import ConfigEntries, read_boolean, read_integer, read_number
 from paged_jax.models.families.common import (
-    IMAGE_PREFIXES,
     read_activation,
     read_factor,
     read_heads,
@@ -58,7 +57,6 @@ class Gemma3n(Family):
     model_type = "gemma3n_text"
     architecture = "Gemma3nForCausalLM"
     tensor_names = SANDWICH_TENSORS
-    prefixes = IMAGE_PREFIXES
 
     def read(self, entries: ConfigEntries) -> ModelConfig:
         """Read a ``config.json``. By default, every fifth layer has no window."""

@@ -15,7 +15,6 @@ from paged_jax.models.config import Family, ModelConfig, PerLayerTable
 from paged_jax.models.config_json import ConfigEntries, read_boolean, read_integer, read_object
 from paged_jax.models.errors import UnsupportedConfigError
 from paged_jax.models.families.common import (
-    IMAGE_PREFIXES,
     HeadSizes,
     check_head_dim,
     check_only,
@@ -80,7 +79,6 @@ class Gemma4(Family):
         "fused_gate_up_proj": "experts.gate_up_proj",
         "fused_down_proj": "experts.down_proj",
     }
-    prefixes = IMAGE_PREFIXES
     gguf = GgufLayout(
         "gemma4",
         own_keys=(

@@ -64,12 +64,6 @@ class Llama4(Family):
         "transposed_gate_up_proj": "feed_forward.experts.gate_up_proj",
         "transposed_down_proj": "feed_forward.experts.down_proj",
     }
-    prefixes = {
-        "language_model.model.": "model.",
-        "language_model.lm_head.": "lm_head.",
-        "vision_model.": None,
-        "multi_modal_projector.": None,
-    }
     # The scale of queries may be off. Layers have chunks instead of windows.
     ignored = ("attn_scale", "floor_scale", "sliding_window")
 

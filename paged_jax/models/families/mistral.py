@@ -8,7 +8,6 @@ from typing import Any
 from paged_jax.models.config import Family, ModelConfig
 from paged_jax.models.config_json import ConfigEntries
 from paged_jax.models.families.common import (
-    IMAGE_PREFIXES,
     pre_norm,
     read_dense,
     read_factor,
@@ -34,7 +33,6 @@ class Mistral(Family):
 
     model_type = "mistral"
     architecture = "MistralForCausalLM"
-    prefixes = IMAGE_PREFIXES
 
     def read(self, entries: ConfigEntries) -> ModelConfig:
         """Read a ``config.json``."""

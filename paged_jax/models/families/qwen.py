@@ -10,7 +10,6 @@ from typing import Any
 from paged_jax.models.config import Family, ModelConfig
 from paged_jax.models.config_json import ConfigEntries, read_boolean, read_integer
 from paged_jax.models.families.common import (
-    IMAGE_PREFIXES,
     pre_norm,
     read_dense,
     read_factor,
@@ -75,7 +74,6 @@ class Qwen3(Qwen2):
 
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
-    prefixes = IMAGE_PREFIXES
     ignored = ()
     gguf = GgufLayout("qwen3")
 

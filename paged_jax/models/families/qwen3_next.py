@@ -127,7 +127,7 @@ class Qwen35(Family):
         "mixer_in_proj.z": "linear_attn.in_proj_z.weight",
         "mixer_gates_proj.*": "linear_attn.in_proj_*.weight",
     }
-    prefixes = {"model.language_model.": "model.", "model.visual.": None, "mtp.": None}
+    prefixes = {"mtp.": None}
     gguf = GgufLayout(
         "qwen35", tensor_names=_GGUF_NORM, row_orders=_TILED_ROWS, input_orders=_TILED_INPUTS
     )
@@ -250,7 +250,6 @@ class Qwen3Next(Qwen35Experts):
         "mixer_in_proj": "linear_attn.in_proj_qkvz.weight",
         "mixer_gates_proj": "linear_attn.in_proj_ba.weight",
     }
-    prefixes = {"mtp.": None}
     ignored = ()
     gguf = None
 

@@ -9,11 +9,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from paged_jax.models.codecs.quantisation import QUANTISATION_KEYS
-from paged_jax.models.config import Family
-from paged_jax.models.config_json import read_names
+from paged_jax.models.config import Family, stored_defaults
+from paged_jax.models.config_json import ConfigEntries, read_names
 from paged_jax.models.errors import UnsupportedConfigError
 from paged_jax.models.families.cohere import Cohere, Cohere2
+from paged_jax.models.families.common import check_only
 from paged_jax.models.families.cwm import Cwm
 from paged_jax.models.families.deepseek import DeepseekV2, DeepseekV3
 from paged_jax.models.families.dots import Dots1
@@ -105,91 +105,31 @@ _WITH_INDEXER = (
     "glm_moe_dsa",
     "glmmoedsa",
 )
-# Keys of the outer config of a multimodal model that also apply to its text model.
-_SHARED_KEYS = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", *QUANTISATION_KEYS)
 
 
 @dataclasses.dataclass(frozen=True)
-class InnerTextModel:
-    """Text model that is part of a multimodal model, which also reads images, audio or video.
+class OtherName:
+    """Another `model_type` of models that a family computes.
 
     Attributes:
-      architecture: class of the multimodal model in transformers.
-      model_type: key of the text model in `families.FAMILIES`; None if the text model's config
-        contains it.
-      defaults: default values of missing keys in the text model's config, for keys whose default in
-        transformers differs from the family's default.
-      is_tied: whether the output head is tied to the embeddings if the outer config has no
-        `tie_word_embeddings`.
-      has_cap: whether the multimodal model in transformers applies ``final_logit_softcapping``.
-      key: key of the text model's config in the outer config.
+      family: key of the family in `FAMILIES`.
+      fixed: entries of the family that have one value in these models, also if files lack them.
     """
 
-    architecture: str
-    model_type: str | None = None
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    is_tied: bool = True
-    has_cap: bool = True
-    key: str = "text_config"
+    family: str
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-# Other values of `model_type`, each with the key of its family in `FAMILIES`.
-ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
-
-# Models with images, by `model_type`.
-PARTS: Mapping[str, InnerTextModel] = {
-    "gemma3": InnerTextModel("Gemma3ForConditionalGeneration", has_cap=False),
-    "gemma3n": InnerTextModel("Gemma3nForConditionalGeneration"),
-    "gemma4": InnerTextModel("Gemma4ForConditionalGeneration"),
-    "llama4": InnerTextModel("Llama4ForConditionalGeneration", is_tied=False),
-    "mistral3": InnerTextModel(
-        "Mistral3ForConditionalGeneration", defaults={"model_type": "mistral"}
-    ),
-    # The text model of Qwen3-VL is Qwen3. Its rotary embedding has three position ids per token,
-    # which are equal for text tokens.
-    "qwen3_vl": InnerTextModel(
-        "Qwen3VLForConditionalGeneration",
-        "qwen3",
-        {"max_position_embeddings": 128000, "rope_theta": 5e5},
-        is_tied=False,
-    ),
-    # Rotates by three positions, which are equal for text.
-    "qwen3_5": InnerTextModel("Qwen3_5ForConditionalGeneration", is_tied=False),
-    "qwen3_5_moe": InnerTextModel("Qwen3_5MoeForConditionalGeneration", is_tied=False),
+# Most of these are text models of multimodal models. Those of Qwen rotate by three positions, which
+# are equal for the tokens of a text.
+OTHER_NAMES: Mapping[str, OtherName] = {
+    "gemma4_unified_text": OtherName("gemma4_text"),
+    "kimi_k2": OtherName("deepseek_v3"),
+    "qwen2_5_vl_text": OtherName("qwen2"),
+    "qwen2_vl_text": OtherName("qwen2"),
+    "qwen3_vl_moe_text": OtherName("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3_vl_text": OtherName("qwen3"),
 }
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the text model: `config`, or an entry of it in multimodal models."""
-    for model_type, text in PARTS.items():
-        architectures = config.get("architectures")
-        if config.get("model_type") == model_type or architectures == [text.architecture]:
-            known = (text.architecture, _base_architecture(text.architecture))
-            for other in architectures if isinstance(architectures, list) else ():
-                if other not in known:
-                    raise _unsupported("architecture", other)
-            return _text_part(config, text)
-    return config
-
-
-def _text_part(config: Mapping[str, Any], text: InnerTextModel) -> Mapping[str, Any]:
-    if not isinstance(part := config.get(text.key), Mapping):
-        raise ValueError(
-            f"LlamaConfig: {text.key} must be a JSON object with the config of the text model, got "
-            f"{part!r}."
-        )
-    if part.get("final_logit_softcapping") is not None and not text.has_cap:
-        raise UnsupportedConfigError(
-            "LlamaConfig: final_logit_softcapping must be null in this multimodal model, because "
-            f"transformers ignores it there, got {part['final_logit_softcapping']!r}."
-        )
-    shared = {name: config[name] for name in _SHARED_KEYS if config.get(name) is not None}
-    # The outer config decides whether embeddings are tied, because the output head belongs to the
-    # whole model.
-    tied = config.get("tie_word_embeddings", text.is_tied) or False
-    outer = {**shared, "tie_word_embeddings": tied, "architectures": None}
-    kind = {} if text.model_type is None else {"model_type": text.model_type}
-    return {**text.defaults, **part, **outer, **kind}
 
 
 def _base_architecture(architecture: str) -> str:
@@ -204,28 +144,48 @@ def _base_architecture(architecture: str) -> str:
     return architecture.partition("For")[0] + "Model"
 
 
-def _unsupported(kind: str, name: str) -> UnsupportedConfigError:
-    is_sparse = name.lower().startswith(_WITH_INDEXER)
-    reason = ": its sparse attention chooses tokens by an indexer" if is_sparse else ""
+def unsupported(kind: str, name: str, reason: str = "") -> UnsupportedConfigError:
+    """Return the error for a model that is not supported.
+
+    Args:
+      kind: entry of the file that names the model.
+      name: its value.
+      reason: why it is not supported, if there is more to say.
+    """
+    if name.lower().startswith(_WITH_INDEXER):
+        reason = "its sparse attention chooses tokens by an indexer"
+    because = reason and f": {reason}"
     return UnsupportedConfigError(
-        f"LlamaConfig: {kind} {name!r} is not supported{reason}. See docs/families.md for the "
+        f"LlamaConfig: {kind} {name!r} is not supported{because}. See docs/families.md for the "
         "models that are."
     )
 
 
-def find_model_type(config: Mapping[str, Any]) -> str:
-    """Return the key in `FAMILIES` of the family that a ``config.json`` belongs to.
+def find_family(config: ConfigEntries) -> tuple[Family, ConfigEntries]:
+    """Return the family that a ``config.json`` belongs to, and its entries with all defaults.
 
     Raises:
       UnsupportedConfigError: the family is not supported.
       ValueError: the entries that name the family are missing or contradict each other.
     """
+    name = _find_model_type(config)
+    if name not in OTHER_NAMES:
+        family = FAMILIES[name]
+        return family, config.complete(family.defaults)
+    other = OTHER_NAMES[name]
+    family = FAMILIES[other.family]
+    check_only(family, config, **other.fixed)
+    return family, config.complete({**(stored_defaults(name) or family.defaults), **other.fixed})
+
+
+def _find_model_type(config: Mapping[str, Any]) -> str:
+    """Return the key in `FAMILIES` or `OTHER_NAMES` for a ``config.json``."""
     architectures = read_names(config, "architectures") or []
     by_architecture = {family.architecture: name for name, family in FAMILIES.items()}
     by_architecture |= {_base_architecture(name): kind for name, kind in by_architecture.items()}
     for architecture in architectures:
         if architecture not in by_architecture:
-            raise _unsupported("architecture", architecture)
+            raise unsupported("architecture", architecture)
     model_type = config.get("model_type")
     if model_type is None and architectures:
         return by_architecture[architectures[0]]
@@ -233,12 +193,17 @@ def find_model_type(config: Mapping[str, Any]) -> str:
         raise ValueError("LlamaConfig: model_type is missing.")
     if not isinstance(model_type, str):
         raise ValueError(f"LlamaConfig: model_type must be a name, got {model_type!r}.")
-    model_type = ALIASES.get(model_type, model_type)
-    if model_type not in FAMILIES:
-        raise _unsupported("model_type", model_type)
-    if any(by_architecture[architecture] != model_type for architecture in architectures):
+    if not is_known(model_type):
+        raise unsupported("model_type", model_type)
+    family = OTHER_NAMES[model_type].family if model_type in OTHER_NAMES else model_type
+    if any(by_architecture[architecture] != family for architecture in architectures):
         raise ValueError(
-            f"LlamaConfig: architectures must only contain classes of model_type {model_type!r}, "
+            f"LlamaConfig: architectures must only contain classes of model_type {family!r}, "
             f"got {architectures}."
         )
     return model_type
+
+
+def is_known(model_type: str) -> bool:
+    """Return whether a `model_type` is that of a family, or another name of one."""
+    return model_type in FAMILIES or model_type in OTHER_NAMES

@@ -9,7 +9,13 @@ from typing import Any
 
 from paged_jax.arguments import is_int, is_real
 from paged_jax.models.config import Family
-from paged_jax.models.config_json import as_integer, read_number, read_object, warn_of_unknown
+from paged_jax.models.config_json import (
+    ConfigEntries,
+    as_integer,
+    read_number,
+    read_object,
+    warn_of_unknown,
+)
 from paged_jax.models.errors import UnsupportedConfigError
 from paged_jax.models.layer_groups import ATTENTION_TYPES, FULL, SLIDING
 from paged_jax.models.rope import SCALING_FIELDS, QueryScale, RopeScaling
@@ -83,7 +89,8 @@ def read_scaling(
       RopeScaling(rope_type='linear', factor=8.0, ...)
     """
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type == "default":
+    # Sections of each head rotate by one of three positions, which are equal in a text.
+    if rope_type == "default" or rope_type == "mrope" and "mrope_section" in rope:
         return None
     if rope_type not in tuple(SCALING_FIELDS):
         return RopeScaling(rope_type, 1.0)  # raises UnsupportedConfigError
@@ -150,7 +157,7 @@ def check_rope_keys(rope: Mapping[str, Any], architecture: str) -> None:
 
 
 def choose_object(
-    config: Mapping[str, Any], family: Family, *, has_local_rope: bool = False
+    config: ConfigEntries, family: Family, *, has_local_rope: bool = False
 ) -> Mapping[str, Any]:
     """Return the entry `rope_scaling` or `rope_parameters`.
 
@@ -159,8 +166,7 @@ def choose_object(
     """
     scaling = read_object(config, "rope_scaling")
     parameters = read_object(config, "rope_parameters")
-    is_default = parameters is family.defaults.get("rope_parameters")  # and not from the file
-    if not parameters or is_default:
+    if not parameters or config.is_default("rope_parameters"):
         return scaling or parameters
     if has_local_rope and not is_nested(parameters):
         raise UnsupportedConfigError(

@@ -115,7 +115,8 @@ def _build(
         def read(index: Any) -> np.ndarray:
             if reader.has(name):
                 return reader.read(name, index)
-            return read_box(stored, map_to_available(config, name, stored), shape, index, dtype)
+            mappings = _map_to_stored(config, name, stored)
+            return read_box(stored, mappings, shape, index, dtype)
 
         placement = spec.sharding_of(name, shape)
         if placement is None:
@@ -180,9 +181,15 @@ def _open(
     config = untie_if_different(config, stored)
     floats = float_type(dtype, config.dtype)
     spec = ModelSpec(model_class, config, floats, config.can_scan_layers, sharding)
-    mappings = {name: map_to_available(config, name, stored) for name in spec.separate_shapes()}
+    mappings = {name: _map_to_stored(config, name, stored) for name in spec.separate_shapes()}
     _check_tensors(stored, [each for some in mappings.values() for each in some], config)
     return spec, stored, mappings
+
+
+def _map_to_stored(
+    config: ModelConfig, name: str, stored: Mapping[str, StoredTensor]
+) -> list[TensorMapping]:
+    return map_to_available(config, name, stored, lambda tensor: stored[tensor].shape)
 
 
 def untie_if_different(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> ModelConfig:

@@ -16,7 +16,7 @@ from paged_jax.models.codecs.module_matrix import ModuleFormat
 from paged_jax.models.codecs.module_names import Quantisation
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.errors import WeightsError
-from paged_jax.models.families.registry import text_config
+from paged_jax.models.families.multimodal import text_config
 from paged_jax.models.gguf_config import read_gguf_config
 from paged_jax.models.gguf_file import GgufFile, is_gguf
 from paged_jax.models.llama_config import LlamaConfig

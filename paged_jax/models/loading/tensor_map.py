@@ -8,10 +8,11 @@ the parameter.
 import dataclasses
 import functools
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import get_args
 
 from paged_jax.models.config import ModelConfig
+from paged_jax.models.families.multimodal import is_of_other_tower, without_text_module
 from paged_jax.models.layer_spec import LayerSpec
 from paged_jax.models.tensor_mapping import (
     ExpertLayout,
@@ -77,20 +78,33 @@ def map_parameter(
 
 
 def map_to_available(
-    config: ModelConfig, name: str, tensors: Container[str]
+    config: ModelConfig,
+    name: str,
+    tensors: Container[str],
+    shape_of: Callable[[str], Shape] | None = None,
 ) -> list[TensorMapping]:
     """Return the mappings of a parameter to the tensors that exist.
 
     The function tries each `ExpertLayout`, and returns the first mappings for which `tensors`
-    contains all tensors. By default, it returns the mappings of the layout "family".
+    contains all tensors, in these shapes if possible. By default, it returns the mappings of the
+    layout "family".
+
+    Args:
+      config: configuration of the model.
+      name: name of the parameter.
+      tensors: names of the tensors.
+      shape_of: returns the shape of a tensor. Layouts of experts may differ only in shapes.
     """
     family: list[TensorMapping] = []
+    available: list[TensorMapping] = []
     for layout in get_args(ExpertLayout):
         mappings = list(map_parameter(config, name, experts=layout))
-        if all(mapping.tensor in tensors for mapping in mappings):
-            return mappings
         family = family or mappings
-    return family
+        if all(each.tensor in tensors for each in mappings):
+            if shape_of is None or all(shape_of(each.tensor) == each.shape for each in mappings):
+                return mappings
+            available = available or mappings
+    return available or family
 
 
 def standard_name(config: ModelConfig, name_in_file: str) -> str | None:
@@ -107,7 +121,7 @@ def standard_name(config: ModelConfig, name_in_file: str) -> str | None:
       'model.norm.weight'
     """
     family = config.family
-    name = _without_prefix({} if family is None else family.prefixes, name_in_file)
+    name = _rename_prefix({} if family is None else family.prefixes, name_in_file)
     for part, replacement in (family.renamed if family and name else {}).items():
         name = name and name.replace(part, replacement)
     if name is None or (found := _LAYER.fullmatch(name)) is None:
@@ -118,12 +132,18 @@ def standard_name(config: ModelConfig, name_in_file: str) -> str | None:
     return None if config.kv_sources[layer] != layer and _OF_KV.match(rest) else name
 
 
-def _without_prefix(prefixes: Mapping[str, str | None], name: str) -> str | None:
+def _rename_prefix(prefixes: Mapping[str, str | None], name_in_file: str) -> str | None:
+    if is_of_other_tower(name_in_file):
+        return None
+    name = without_text_module(name_in_file)
     for prefix, replacement in prefixes.items():
         if name.startswith(prefix):
             return replacement and replacement + name.removeprefix(prefix)
     # In checkpoints of a model without its output head, tensor names lack the prefix ``model.``.
-    return f"model.{name}" if name.startswith(_INNER) else name
+    is_inner = name.startswith(_INNER)
+    if name != name_in_file:
+        is_inner = not name.startswith(("model.", "lm_head."))
+    return f"model.{name}" if is_inner else name
 
 
 def outer_names(config: ModelConfig) -> Mapping[str, str]:

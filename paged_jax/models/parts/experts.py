@@ -335,8 +335,12 @@ class Experts(Part):
         if "router_bias" in names:
             mappings["router_bias"] = (map_tensor(names["router_bias"], (X,)),)
         mappings |= self._map_experts(E, names, layout)
-        if layout == "fused" or layout == "family" and "fused_gate_up_proj" in names:
-            mappings |= self._map_fused(E, hidden_size, names)
+        if (
+            layout in ("fused", "transposed")
+            or layout == "family"
+            and "fused_gate_up_proj" in names
+        ):
+            mappings |= self._map_fused(E, hidden_size, names, is_transposed=layout == "transposed")
         return mappings
 
     def name_pieces(self, names: Mapping[str, str]) -> Mapping[str, str]:
@@ -355,10 +359,7 @@ class Experts(Part):
         if "transposed_gate_up_proj" in names and layout != "separate":
             # In the file, matrices are [in, out]. The columns of all gates come first.
             first, last = names["transposed_gate_up_proj"], names["transposed_down_proj"]
-            return {
-                "experts_gate_up_proj": _all_experts(first, (X, E, 2, F), (0, 2, 3, 1), merged=2),
-                "experts_down_proj": _all_experts(last, (X, F, E), (0, 2, 1)),
-            }
+            return _transposed_experts(first, last, (X, E, 2, F))
         if "experts_gate_up_proj" in names and layout != "separate":
             # In the file, matrices are [in, out]. Columns of the gate and the up projection
             # alternate.
@@ -386,7 +387,9 @@ class Experts(Part):
             }
         return mappings
 
-    def _map_fused(self, E: int, hidden_size: int, names: Mapping[str, str]) -> dict[str, Mappings]:
+    def _map_fused(
+        self, E: int, hidden_size: int, names: Mapping[str, str], *, is_transposed: bool
+    ) -> dict[str, Mappings]:
         """Map router and experts to files with one tensor for all experts."""
         F, X = self.features, self.num_experts
         router, bias, up = (
@@ -401,13 +404,18 @@ class Experts(Part):
         first = "gate_up_proj" if halves == 2 else "up_proj"
         gate_up = names.get("fused_gate_up_proj", f"{module}{first}")
         down = names.get("fused_down_proj", f"{module}down_proj")
-        return {
-            "router": (map_tensor(router, (X, hidden_size)),),
-            "router_correction_bias": (map_tensor(bias, (X,)),),
+        experts = {
             "experts_gate_up_proj": _all_experts(
                 gate_up, (X, halves, F, E), (0, 1, 2, 3), merged=1
             ),
             "experts_down_proj": _all_experts(down, (X, E, F), (0, 1, 2)),
+        }
+        if is_transposed:
+            experts = _transposed_experts(gate_up, down, (X, E, halves, F))
+        return {
+            "router": (map_tensor(router, (X, hidden_size)),),
+            "router_correction_bias": (map_tensor(bias, (X,)),),
+            **experts,
         }
 
 
@@ -711,6 +719,19 @@ def _all_experts(
             split,
         )
     return (TensorMapping(tensor, split, shape, (0,) * len(shape), axes=axes, split_shape=whole),)
+
+
+def _transposed_experts(gate_up: str, down: str, split: tuple[int, ...]) -> dict[str, Mappings]:
+    """Return the mappings of experts to two tensors whose matrices are [in, out].
+
+    `split` is the shape ``[X, E, 2, F]`` of the first tensor, in which all gates come first, with
+    its last dimension split. Without gates, 2 is 1.
+    """
+    X, E, _, F = split
+    return {
+        "experts_gate_up_proj": _all_experts(gate_up, split, (0, 2, 3, 1), merged=2),
+        "experts_down_proj": _all_experts(down, (X, F, E), (0, 2, 1)),
+    }
 
 
 def _each_expert(
