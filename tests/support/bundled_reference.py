@@ -144,10 +144,11 @@ def check_greedy(logits: np.ndarray, token_ids: list[int]) -> None:
         raise ValueError(f"bundled_reference: two tokens are too close, got {gap}. Change PROMPTS.")
 
 
-def write(folder: Path) -> None:
-    """Write the values of transformers to a folder."""
+def write(folder: Path) -> list[str]:
+    """Write the values of transformers to a folder. The result is always empty."""
     tokens, logits = compute()
     folder.mkdir(exist_ok=True)
     text = json.dumps(tokens, ensure_ascii=False, separators=(",", ":"))
     (folder / "reference.json").write_text(text + "\n", encoding="utf-8")
     np.savez_compressed(folder / "logits.npz", **logits)
+    return []

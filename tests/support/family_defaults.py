@@ -1,12 +1,14 @@
 """Defaults of transformers for keys that may be missing in a ``config.json``."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
-from paged_jax.models.config import DEFAULTS_FILE
+from paged_jax.models.config import DEFAULTS_FILE, stored_defaults
 from paged_jax.models.config_json import ConfigEntries
 from paged_jax.models.families.registry import FAMILIES, OTHER_NAMES, OtherName
 from paged_jax.models.layer_groups import FULL, SLIDING
+from tests.support.attempts import compute_each
 from tests.support.saved_configs import save
 
 # Every file has these keys. Two values of each: what differs between them is no default.
@@ -30,7 +32,7 @@ MODEL_TYPES = sorted({*FAMILIES, *OTHER_NAMES} - {"kimi_k2"})
 _DERIVED = ("layer_types", "layers_block_type", "mamba_d_head", "per_layer_config")
 
 
-def compute(model_type: str) -> dict[str, Any]:
+def compute(model_type: str) -> Mapping[str, Any]:
     """Return the defaults of a `model_type`: entries that are read and do not follow from sizes."""
     sizes = {**_SIZES, **_MORE_SIZES.get(model_type, {})}
     first, second = (
@@ -83,7 +85,12 @@ def _unpack_by_layer_type(rope: dict[str, Any]) -> dict[str, Any]:
     return {"rope_theta": theta, **local}
 
 
-def write() -> None:
-    """Write the defaults into the package, a line for each `model_type`."""
-    lines = [f"{json.dumps(name)}: {json.dumps(compute(name))}" for name in MODEL_TYPES]
+def write() -> list[str]:
+    """Write the defaults into the package, a line for each `model_type`.
+
+    The result has a line for each one that fails.
+    """
+    values, failures = compute_each(MODEL_TYPES, compute, stored_defaults)
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in values.items()]
     DEFAULTS_FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    return failures

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tests.support import families, references
+from tests.support.attempts import compute_each
 from tests.support.references import (
     ANSWER_POSITIONS,
     JSON_NAME,
@@ -84,8 +85,16 @@ def unchanged(name: str) -> Record | None:
         or bool(stored.answers) != _has_answers(name)
     ):
         return None
+    return stored_record(name)
+
+
+def stored_record(name: str) -> Record | None:
+    """Return the stored record of a model; None if it has none."""
+    if name not in references.names():
+        return None
+    stored = references.stored(name)
     keys = [name, *([f"{name}: answers", f"{name}: answer logits"] if stored.answers else [])]
-    fields = {"config": config, "tensors": references.compact(tensors)}
+    fields = {"config": stored.config, "tensors": references.compact(stored.tensors)}
     return Record(fields, {key: references.array(key) for key in keys})
 
 
@@ -148,17 +157,26 @@ def differences(name: str, found: Record) -> list[str]:
     return lines
 
 
-def write(folder: Path, records: Mapping[str, Record] | None = None) -> None:
-    """Write both files; without `records`, compute those of models that have changed."""
-    names = families.initial_models()
-    records = records or {name: unchanged(name) or record(name) for name in names}
+def write(folder: Path) -> list[str]:
+    """Compute the values of models that have changed, and write both files.
+
+    If a model fails, the files get the versions of the libraries that they have, so that the next
+    call computes all values of other versions again.
+
+    Returns:
+      A line for each model that fails.
+    """
+    records, failures = compute_each(
+        families.initial_models(), lambda name: unchanged(name) or record(name), stored_record
+    )
+    versions = references.versions() if failures else _versions()
     # Before the files with the stored values are replaced.
     arrays = {
         key: _stored_if_close(name, key, x)
         for name, each in records.items()
         for key, x in each.arrays.items()
     }
-    lines = [f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in _versions().items()]
+    lines = [f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in versions.items()]
     # A line for each config, and one for the tensors.
     models = [
         f"{json.dumps(name)}: {{\n"
@@ -170,6 +188,7 @@ def write(folder: Path, records: Mapping[str, Record] | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / JSON_NAME).write_text(text)
     np.savez_compressed(folder / NPZ_NAME, **arrays)
+    return failures
 
 
 def _stored_if_close(name: str, key: str, array: np.ndarray) -> np.ndarray:
@@ -195,8 +214,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, prog="family_references")
     parser.add_argument("--check", action="store_true", help="compare, and write nothing")
     if not parser.parse_args().check:
-        write(references.FOLDER)
-        return 0
+        failures = write(references.FOLDER)
+        print("\n".join(failures) or "all values are written")
+        return bool(failures)
     lines = check()
     print("\n".join(lines) or "all values are equal")
     return bool(lines)

@@ -4,6 +4,7 @@ Attention and MLP run in parallel, on the output of one layer norm.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
@@ -103,13 +104,13 @@ class Cohere2(Cohere):
         every = read_pattern(entries, 4)
         windows = read_windows(entries, lambda layer: (layer + 1) % every == 0)
 
+        @functools.cache
         def layer(window: int | None) -> LayerSpec:
             rope = None if window is None else attention.rope
             own = dataclasses.replace(attention, window=window, rope=rope)
             return parallel(own, mlp, norm)
 
-        kinds = {window: layer(window) for window in {*windows}}
-        return self.read_ends(entries, norm, tuple(kinds[window] for window in windows))
+        return self.read_ends(entries, norm, tuple(map(layer, windows)))
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """Write a ``config.json``."""

@@ -1,5 +1,6 @@
 """Code World Model (CWM): Llama 3 with windows in three of four layers."""
 
+import functools
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
@@ -36,14 +37,14 @@ class Cwm(Family):
         rope = read_rope(self, entries, heads["head_dim"])
         mlp = read_dense(entries, has_bias=read_boolean(entries, "mlp_bias"))
 
+        @functools.cache
         def layer(window: int | None) -> LayerSpec:
             attention = Attention(**heads, rope=rope, eps=norm.eps, window=window)
             return pre_norm(attention, mlp, norm)
 
         every = read_pattern(entries, 4)
         windows = read_windows(entries, lambda layer: layer % every == 0)
-        kinds = {window: layer(window) for window in {*windows}}
-        layers = tuple(kinds[window] for window in windows)
+        layers = tuple(map(layer, windows))
         return read_model(self, entries, layers=layers, norm=norm)
 
     def write(self, config: ModelConfig) -> dict[str, Any]:

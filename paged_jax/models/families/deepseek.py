@@ -52,11 +52,9 @@ class DeepseekV3(Family):
         """Read a ``config.json``. The first layers are dense."""
         norm, attention = Norm(read_factor(entries, "rms_norm_eps")), self.read_attention(entries)
         mlp = read_dense(entries, has_bias=self.read_mlp_bias(entries))
-        kinds = {
-            True: pre_norm(attention, mlp, norm),
-            False: pre_norm(attention, self.read_experts(entries), norm),
-        }
-        layers = tuple(kinds[is_dense] for is_dense in read_first_dense(entries))
+        experts = self.read_experts(entries)
+        dense, sparse = pre_norm(attention, mlp, norm), pre_norm(attention, experts, norm)
+        layers = tuple(dense if is_dense else sparse for is_dense in read_first_dense(entries))
         return read_model(self, entries, layers=layers, norm=norm)
 
     def read_attention(self, entries: ConfigEntries) -> LatentAttention:

@@ -1,5 +1,6 @@
 """dots.llm1: experts like DeepSeek V3, norms of queries and keys, and windows in later layers."""
 
+import functools
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
@@ -45,6 +46,7 @@ class Dots1(Family):
         experts = read_experts(self, entries, SIGMOID_ROUTER, renormalises=renormalises)
         mlp = read_dense(entries)
 
+        @functools.cache
         def layer(window: int | None, is_dense: bool) -> LayerSpec:
             attention = Attention(
                 **heads,
@@ -59,9 +61,7 @@ class Dots1(Family):
 
         num_full = read_integer(entries, "max_window_layers", 28)
         windows = read_windows(entries, lambda layer: layer < num_full)
-        pairs = list(zip(windows, read_first_dense(entries), strict=True))
-        kinds = {pair: layer(*pair) for pair in {*pairs}}
-        layers = tuple(kinds[pair] for pair in pairs)
+        layers = tuple(map(layer, windows, read_first_dense(entries)))
         return read_model(self, entries, layers=layers, norm=norm)
 
     def write(self, config: ModelConfig) -> dict[str, Any]:

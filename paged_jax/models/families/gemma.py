@@ -4,6 +4,7 @@ The norms multiply by 1 + weight. Gemma 3n and Gemma 4 have files of their own, 
 functions of this file.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -100,6 +101,7 @@ class Gemma2(Family):
         soft_cap = read_soft_cap(entries, "attn_logit_softcapping")
         has_bias, mlp = read_boolean(entries, "attention_bias", False), read_mlp(entries)
 
+        @functools.cache
         def layer(window: int | None) -> LayerSpec:
             attention = Attention(
                 **heads,
@@ -115,11 +117,10 @@ class Gemma2(Family):
 
         every = read_pattern(entries, 2)
         windows = read_windows(entries, lambda layer: (layer + 1) % every == 0)
-        kinds = {window: layer(window) for window in {*windows}}
         return read_model(
             self,
             entries,
-            layers=tuple(kinds[window] for window in windows),
+            layers=tuple(map(layer, windows)),
             norm=norm,
             embedding_multiplier=read_factor(entries, "hidden_size") ** 0.5,
             final_logit_softcapping=read_soft_cap(entries, "final_logit_softcapping"),
@@ -170,6 +171,7 @@ class Gemma3(Family):
         scale = read_factor(entries, "query_pre_attn_scalar") ** -0.5
         has_bias, mlp = read_boolean(entries, "attention_bias", False), read_mlp(entries)
 
+        @functools.cache
         def layer(window: int | None) -> LayerSpec:
             attention = Attention(
                 **heads,
@@ -185,11 +187,10 @@ class Gemma3(Family):
 
         every = read_pattern(entries, 6)
         windows = read_windows(entries, lambda layer: (layer + 1) % every == 0)
-        kinds = {window: layer(window) for window in {*windows}}
         return read_model(
             self,
             entries,
-            layers=tuple(kinds[window] for window in windows),
+            layers=tuple(map(layer, windows)),
             norm=norm,
             embedding_multiplier=read_factor(entries, "hidden_size") ** 0.5,
             final_logit_softcapping=read_soft_cap(entries, "final_logit_softcapping"),

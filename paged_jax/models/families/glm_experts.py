@@ -53,11 +53,9 @@ class Glm4Experts(Family):
         )
         renormalises = read_boolean(entries, "norm_topk_prob")
         experts = read_experts(self, entries, SIGMOID_ROUTER, renormalises=renormalises)
-        kinds = {
-            True: pre_norm(attention, read_dense(entries), norm),
-            False: pre_norm(attention, experts, norm),
-        }
-        layers = tuple(kinds[is_dense] for is_dense in read_first_dense(entries))
+        mlp = read_dense(entries)
+        dense, sparse = pre_norm(attention, mlp, norm), pre_norm(attention, experts, norm)
+        layers = tuple(dense if is_dense else sparse for is_dense in read_first_dense(entries))
         return read_model(self, entries, layers=layers, norm=norm)
 
     def write(self, config: ModelConfig) -> dict[str, Any]:

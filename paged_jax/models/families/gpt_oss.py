@@ -1,5 +1,6 @@
 """gpt-oss: attention sinks, windows in every other layer, and experts with biases and a clamp."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,6 +73,7 @@ class GptOss(Family):
             has_bias=True,
         )
 
+        @functools.cache
         def layer(window: int | None) -> LayerSpec:
             attention = Attention(
                 **heads,
@@ -86,8 +88,7 @@ class GptOss(Family):
 
         every = read_pattern(entries, 2)
         windows = read_windows(entries, lambda layer: (layer + 1) % every == 0)
-        kinds = {window: layer(window) for window in {*windows}}
-        layers = tuple(kinds[window] for window in windows)
+        layers = tuple(map(layer, windows))
         return read_model(self, entries, layers=layers, norm=norm)
 
     def write(self, config: ModelConfig) -> dict[str, Any]:

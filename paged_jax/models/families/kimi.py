@@ -4,6 +4,7 @@ Attention does not rotate. Experts are as in DeepSeek V3.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -135,14 +136,13 @@ class KimiLinear(Family):
         mixer = self._read_mixer(entries.replace(newer), norm)
         dense, experts = read_dense(entries), self._read_experts(entries)
 
+        @functools.cache
         def layer(is_recurrent: bool, is_dense: bool) -> LayerSpec:
             tokens = mixer if is_recurrent else attention
             return pre_norm(tokens, dense if is_dense else experts, norm)
 
         types = self._read_types(entries, nested)
-        pairs = list(zip(types, read_first_dense(entries, 1), strict=True))
-        kinds = {pair: layer(*pair) for pair in {*pairs}}
-        layers = tuple(kinds[pair] for pair in pairs)
+        layers = tuple(map(layer, types, read_first_dense(entries, 1)))
         return read_model(self, entries, layers=layers, norm=norm)
 
     def _read_types(self, entries: ConfigEntries, nested: Mapping[str, Any]) -> Sequence[bool]:

@@ -1,5 +1,6 @@
 """LFM2, without and with experts: most layers are gated short convolutions, not attention."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ from paged_jax.models.families.recurrent_entries import read_layer_types, write_
 from paged_jax.models.gguf_layout import GgufLayout
 from paged_jax.models.gguf_metadata import GgufMetadata
 from paged_jax.models.layer_groups import DENSE, RECURRENT, SPARSE
+from paged_jax.models.layer_spec import LayerSpec
 from paged_jax.models.parts.activation import Activation
 from paged_jax.models.parts.attention import Attention, HeadNorm
 from paged_jax.models.parts.convolution import ShortConvolution
@@ -93,9 +95,12 @@ class Lfm2(Family):
             out_bias=has_bias,
         )
         tokens = [convolution if each else attention for each in self._read_types(entries)]
-        pairs = list(zip(tokens, self.read_mlps(entries), strict=True))
-        kinds = {pair: pre_norm(*pair, norm) for pair in {*pairs}}
-        layers = tuple(kinds[pair] for pair in pairs)
+
+        @functools.cache
+        def layer(tokens: Part, mlp: Part) -> LayerSpec:
+            return pre_norm(tokens, mlp, norm)
+
+        layers = tuple(map(layer, tokens, self.read_mlps(entries)))
         return read_model(self, entries, layers=layers, norm=norm)
 
     def _read_types(self, entries: ConfigEntries) -> Sequence[bool]:

@@ -3,6 +3,7 @@
 Attention does not rotate, and MLPs and experts have no gate.
 """
 
+import functools
 from typing import Any
 
 from paged_jax.arguments import check_positive
@@ -131,12 +132,14 @@ class NemotronH(Family):
             parts[_MLP] = self._read_mlp(entries)
         if _EXPERTS in types:
             parts[_EXPERTS] = self._read_experts(entries)
-        kinds: dict[str, LayerSpec] = {}
-        for name, part in parts.items():
+
+        @functools.cache
+        def layer(name: str) -> LayerSpec:
             # Weights of the two kinds of norms have different names.
             norm_name = "input_norm" if name in (RECURRENT, FULL) else "post_attention_norm"
-            kinds[name] = LayerSpec((Sublayer(part=part, norm=norm, input_norm=norm_name),))
-        layers = tuple(kinds[name] for name in types)
+            return LayerSpec((Sublayer(part=parts[name], norm=norm, input_norm=norm_name),))
+
+        layers = tuple(map(layer, types))
         return read_model(self, entries, layers=layers, norm=norm)
 
     def _read_types(self, entries: ConfigEntries) -> list[str]:

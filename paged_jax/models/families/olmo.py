@@ -1,5 +1,6 @@
 """OLMo 2 and 3: norms after attention and MLP, and of all queries and keys of a token together."""
 
+import functools
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
@@ -76,6 +77,7 @@ class Olmo3(Family):
         rope, local_rope = read_ropes(self, entries, heads["head_dim"])
         has_bias, mlp = read_boolean(entries, "attention_bias", False), read_dense(entries)
 
+        @functools.cache
         def layer(window: int | None) -> LayerSpec:
             attention = Attention(
                 **heads,
@@ -90,8 +92,7 @@ class Olmo3(Family):
 
         every = read_pattern(entries, 4)
         windows = read_windows(entries, lambda layer: (layer + 1) % every == 0)
-        kinds = {window: layer(window) for window in {*windows}}
-        layers = tuple(kinds[window] for window in windows)
+        layers = tuple(map(layer, windows))
         return read_model(self, entries, layers=layers, norm=norm)
 
     def write(self, config: ModelConfig) -> dict[str, Any]:

@@ -5,6 +5,7 @@ last layers may have a window. Files of Qwen3-VL contain a Qwen3.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
@@ -43,12 +44,12 @@ class Qwen2(Family):
         norm = Norm(read_factor(entries, "rms_norm_eps"))
         attention, mlp = self.read_attention(entries, norm), read_dense(entries)
 
+        @functools.cache
         def layer(window: int | None) -> LayerSpec:
             return pre_norm(dataclasses.replace(attention, window=window), mlp, norm)
 
         windows = read_last_windows(entries)
-        kinds = {window: layer(window) for window in {*windows}}
-        layers = tuple(kinds[window] for window in windows)
+        layers = tuple(map(layer, windows))
         return read_model(self, entries, layers=layers, norm=norm)
 
     def read_attention(self, entries: ConfigEntries, norm: Norm) -> Attention:

@@ -3,6 +3,7 @@
 Attention has an output gate, rotates a part of each head, and normalises queries and keys.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -150,9 +151,12 @@ class Qwen35(Family):
         types = read_layer_types(entries)
         types = read_interval(entries) if types is None else types
         tokens = [mixer if is_recurrent else attention for is_recurrent in types]
-        pairs = list(zip(tokens, self.read_mlps(entries), strict=True))
-        kinds = {pair: pre_norm(*pair, norm) for pair in {*pairs}}
-        layers = tuple(kinds[pair] for pair in pairs)
+
+        @functools.cache
+        def layer(tokens: Part, mlp: Part) -> LayerSpec:
+            return pre_norm(tokens, mlp, norm)
+
+        layers = tuple(map(layer, tokens, self.read_mlps(entries)))
         return read_model(self, entries, layers=layers, norm=norm)
 
     def read_mlps(self, entries: ConfigEntries) -> Sequence[Part]:

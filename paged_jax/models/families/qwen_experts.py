@@ -117,11 +117,9 @@ def _read_layers(
 ) -> ModelConfig:
     """Return the config of a model with these experts, except in its dense layers."""
     _check_no_window(family, entries)
-    kinds = {
-        True: pre_norm(attention, read_dense(entries), norm),
-        False: pre_norm(attention, experts, norm),
-    }
-    layers = tuple(kinds[is_dense] for is_dense in read_listed_dense(entries))
+    mlp = read_dense(entries)
+    dense, sparse = pre_norm(attention, mlp, norm), pre_norm(attention, experts, norm)
+    layers = tuple(dense if is_dense else sparse for is_dense in read_listed_dense(entries))
     return read_model(family, entries, layers=layers, norm=norm)
 
 

@@ -1,5 +1,6 @@
 """SmolLM3: Llama without rotation in every fourth layer."""
 
+import functools
 from typing import Any
 
 from paged_jax.models.config import Family, ModelConfig
@@ -40,6 +41,7 @@ class SmolLM3(Family):
         if not read_boolean(entries, "use_sliding_window"):
             entries = entries.replace({"sliding_window": None})
 
+        @functools.cache
         def layer(rotates: bool, window: int | None) -> LayerSpec:
             attention = Attention(
                 **heads,
@@ -52,9 +54,8 @@ class SmolLM3(Family):
             return pre_norm(attention, mlp, norm)
 
         rotations = read_rotations(entries)
-        pairs = list(zip(rotations, read_windows(entries, rotations.__getitem__), strict=True))
-        kinds = {pair: layer(*pair) for pair in {*pairs}}
-        layers = tuple(kinds[pair] for pair in pairs)
+        windows = read_windows(entries, rotations.__getitem__)
+        layers = tuple(map(layer, rotations, windows))
         return read_model(self, entries, layers=layers, norm=norm)
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
