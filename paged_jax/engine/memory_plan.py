@@ -54,9 +54,10 @@ from paged_jax.engine.pool_size import (
     choose_pool_size,
     resolve_kv_dtype,
 )
+from paged_jax.models.codecs.dtype_formats import float_type
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.loading.parameters import resolve_dtype
-from paged_jax.models.matrix_formats import MatrixFormats, float_type
+from paged_jax.models.matrix_formats import MatrixFormats
 from paged_jax.models.tensor_parallel import shard_config
 from paged_jax.runner.sizes import Sizes
 

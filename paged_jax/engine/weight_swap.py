@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from paged_jax.engine.requests import own_transfers
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, count_inputs
+from paged_jax.models.codecs.dtype_formats import change_format
 from paged_jax.models.config import ModelConfig, find_difference
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.loading.conversion import (
@@ -32,7 +33,6 @@ from paged_jax.models.matrix_formats import (
     matrix_name,
 )
 from paged_jax.models.paged_model import PagedModel
-from paged_jax.models.quantise import change_format
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.weights import Weights
 

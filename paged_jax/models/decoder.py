@@ -21,11 +21,12 @@ from paged_jax.kernels.exact import rounded
 from paged_jax.kernels.linear import Weight, linear
 from paged_jax.kernels.rows import scan_slices
 from paged_jax.models.causal_attention import causal_attention
+from paged_jax.models.codecs.dtype_formats import float_type
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.layer import Layer
 from paged_jax.models.layer_attention import Attend, Carry
 from paged_jax.models.matrices import Sharding, get_matrix
-from paged_jax.models.matrix_formats import MatrixFormats, float_type
+from paged_jax.models.matrix_formats import MatrixFormats
 from paged_jax.models.matrix_modules import add_matrix, random_matrix, separate_matrices
 from paged_jax.models.paged_model import OutputHead, PagedModel
 from paged_jax.models.parts.streams import merge_streams, split_streams
@@ -44,7 +45,7 @@ class Decoder(PagedModel):
       config: configuration of the model. With `shard`, the configuration of one device, see
         `ModelConfig.divide`.
       dtype: floating-point dtype of the weights, or a quantised format such as ``"int8"``, see
-        `matrix_formats.DTYPE_FORMATS`. With a quantised format, only large matrices are quantised,
+        `dtype_formats.DTYPE_FORMATS`. With a quantised format, only large matrices are quantised,
         and other parameters have ``config.dtype``. Activations and logits are float32.
       formats: storage format of each matrix; None for the formats that `dtype` implies.
       scan_layers: whether to stack the layers along a leading dimension ``L`` and scan over them.

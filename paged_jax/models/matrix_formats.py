@@ -2,9 +2,7 @@
 
 A quantised matrix consists of several parameters. For ``qkv_proj``, they are the values
 ``qkv_proj``, the scales ``qkv_proj_scale``, and in some formats ``qkv_proj_min`` and
-``qkv_proj_order``, see `paged_jax.kernels.weight_formats`. An int8 matrix made by `quantise` has
-a float32 scale for each row, which maps the largest absolute value of the row to 127. So the
-rounding error is at most half of the scale. Only weights are quantised, not activations.
+``qkv_proj_order``, see `paged_jax.kernels.weight_formats`.
 """
 
 import re
@@ -12,11 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.weight_formats import INT8, WeightFormat
+from paged_jax.kernels.weight_formats import WeightFormat
+from paged_jax.models.codecs.dtype_formats import DTYPE_FORMATS, fits, name_of
 
 
 class MatrixLike(Protocol):
@@ -70,17 +67,6 @@ def is_stacked(name: str) -> bool:
     """Return whether a name like ``"layers.o_proj"`` denotes a parameter stacked over layers."""
     scope, _, kind = name.partition(".")
     return scope == "layers" and "." not in kind
-
-
-# Formats of the large matrices, by the value of the option `dtype`. The output head is always int8,
-# because errors in it matter most. int8 is used instead of int4 if a matrix's number of inputs (on
-# each device) is not a multiple of the group size.
-DTYPE_FORMATS = {
-    "int8": INT8,
-    "fp8": WeightFormat("float8_e4m3fn", None, "float32"),
-    "int4": WeightFormat("uint4", 32, "float16", "float16"),
-    "int4-symmetric": WeightFormat("int4", 32, "bfloat16"),
-}
 
 
 # Matrices with names that do not end with "_proj". Names with this ending are always matrices. Add
@@ -141,11 +127,11 @@ class MatrixFormats:
             if parameter.stays_float:
                 others[name] = floats
             elif not fits(format, parameter.shape[-1]):
-                others[name] = INT8
+                others[name] = DTYPE_FORMATS["int8"]
         head = "embed_tokens"
         if not config.tie_word_embeddings:
             others["embed_tokens"], head = floats, "lm_head"
-        others[head] = INT8
+        others[head] = DTYPE_FORMATS["int8"]
         others = {name: each for name, each in others.items() if each != format}
         return cls(format, tuple(sorted(others.items())))
 
@@ -258,30 +244,7 @@ def _write_format(format: WeightFormat) -> dict[str, Any]:
     return {name: x for name, x in asdict(format).items() if name != "layout"}
 
 
-def fits(format: WeightFormat, num_inputs: int) -> bool:
-    """Return whether `num_inputs` inputs consist of whole groups, packed bytes and sections."""
-    return num_inputs % format.unit == 0
-
-
 def is_matrix(name: str) -> bool:
     """Return whether the name of a parameter, like ``"layers.0.o_proj"``, denotes a matrix."""
     kind = name.rpartition(".")[2]
     return kind.endswith("_proj") or kind in _OTHER_MATRICES
-
-
-def name_of(dtype: DTypeLike) -> str:
-    """Return the name of a dtype or of a quantised format in `DTYPE_FORMATS`.
-
-    Example:
-      >>> name_of("int4"), name_of(jnp.float8_e4m3fn), name_of(jnp.bfloat16)
-      ('int4', 'fp8', 'bfloat16')
-    """
-    if isinstance(dtype, str) and dtype in DTYPE_FORMATS:
-        return dtype
-    name = jnp.dtype(dtype).name
-    return "fp8" if name == DTYPE_FORMATS["fp8"].code else name
-
-
-def float_type(dtype: DTypeLike, config_dtype: DTypeLike) -> np.dtype:
-    """Return `dtype`, or `config_dtype` if `dtype` is a quantised format in `DTYPE_FORMATS`."""
-    return jnp.dtype(config_dtype if name_of(dtype) in DTYPE_FORMATS else dtype)

@@ -11,8 +11,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat
+from paged_jax.models.codecs.dtype_formats import quantise
 from paged_jax.models.matrix_formats import SUFFIXES, MatrixFormats
-from paged_jax.models.quantise import quantise
 
 # Whether a model is created only to find the shapes of its parameters, see `only_shapes`.
 _HAS_ONLY_SHAPES = contextvars.ContextVar("_HAS_ONLY_SHAPES", default=False)

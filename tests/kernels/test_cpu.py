@@ -18,7 +18,7 @@ from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.cpu import library
 from paged_jax.kernels.linear import Stack, Weight, linear
 from paged_jax.kernels.rows import pool_of_zeros
-from paged_jax.models.quantise import quantise
+from paged_jax.models.codecs.dtype_formats import quantise
 from tests.support.compiler import needs_compiler
 from tests.support.paged_batch import LAYER, PagedBatch, queries
 from tests.support.processes import run_on_devices

@@ -16,21 +16,14 @@ from paged_jax.kernels.cpu.layouts import InterleavedRows
 from paged_jax.kernels.linear import Weight, linear
 from paged_jax.kernels.weight_formats import WeightFormat
 from paged_jax.models import matrix_modules
+from paged_jax.models.codecs.dtype_formats import DTYPE_FORMATS, quantise
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading import stored_matrices
 from paged_jax.models.loading.huggingface import find_formats, load_weights
 from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
 from paged_jax.models.loading.parameters import named_arrays
-from paged_jax.models.matrix_formats import (
-    DTYPE_FORMATS,
-    SCALE,
-    SUFFIXES,
-    MatrixFormats,
-    is_matrix,
-    matrix_name,
-)
-from paged_jax.models.quantise import quantise
+from paged_jax.models.matrix_formats import SCALE, SUFFIXES, MatrixFormats, is_matrix, matrix_name
 from tests.support.processes import run_on_devices
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import CONFIG, SIZES

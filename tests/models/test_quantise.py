@@ -17,8 +17,8 @@ from paged_jax.kernels.weight_formats import (
     numbers,
 )
 from paged_jax.kernels.weight_packing import pack, scale_floats, split_levels
-from paged_jax.models import quantise as module
-from paged_jax.models.quantise import quantise, quantise_on_host
+from paged_jax.models.codecs import dtype_formats as module
+from paged_jax.models.codecs.dtype_formats import quantise, quantise_on_host
 from tests.support.weights import FORMATS
 
 INT4 = WeightFormat("int4", 32, "bfloat16")

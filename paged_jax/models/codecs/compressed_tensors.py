@@ -361,7 +361,7 @@ class CompressedTensorsCodec(Codec):
                 "save_weights: compressed-tensors does not support matrices with reordered inputs, "
                 f"got such a matrix in the format {format.code}. {SAVE_ADVICE}"
             )
-        if format.code in ("nf4", "fp4", "iq4"):
+        if format.widened.code not in _WRITTEN_CODES:
             raise SaveError(
                 f"save_weights: compressed-tensors does not support the format {format.code}. "
                 f"{SAVE_ADVICE}"
@@ -460,6 +460,8 @@ _WRITTEN: Mapping[type[ModuleFormat], str] = {
     Mxfp4Format: "mxfp4-pack-quantized",
     Nvfp4Format: "nvfp4-pack-quantized",
 }
+# Codes of matrices that these formats can represent.
+_WRITTEN_CODES = ("int4", "uint4", "int8", "float8_e4m3fn", "e2m1")
 
 
 def _write_weights(format: ModuleFormat) -> dict[str, Any]:

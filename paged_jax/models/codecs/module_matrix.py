@@ -187,7 +187,7 @@ class StoredRows(NamedTuple):
         first in the low bits.
       scales: floats ``[rows, groups]``.
       mins: floats ``[rows, groups]``, or None.
-      zeros: zero points, integers ``[rows, groups]``, or None.
+      zeros: zero points, integers or floats ``[rows, groups]``, or None.
       is_paired: whether a byte holds two values.
     """
 

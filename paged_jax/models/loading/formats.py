@@ -16,11 +16,12 @@ from jax.typing import DTypeLike
 from paged_jax.kernels.dispatch import weight_store
 from paged_jax.kernels.weight_formats import WeightFormat, common_format, divide_groups
 from paged_jax.kernels.weight_packing import PACKED_INPUTS
+from paged_jax.models.codecs.dtype_formats import DTYPE_FORMATS, fits, name_of
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.loading.parameters import ModelSpec
 from paged_jax.models.loading.stored_tensors import StoredTensor
 from paged_jax.models.matrices import Sharding
-from paged_jax.models.matrix_formats import DTYPE_FORMATS, MatrixFormats, fits, is_matrix, name_of
+from paged_jax.models.matrix_formats import MatrixFormats, is_matrix
 from paged_jax.models.tensor_mapping import TensorMapping
 from paged_jax.models.tensor_parallel import divides_inputs
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+from paged_jax.models.codecs.dtype_formats import float_type
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.errors import WeightsError
 from paged_jax.models.gguf_file import GgufFile, is_gguf
@@ -22,7 +23,7 @@ from paged_jax.models.loading.stored_matrices import MatrixReader, StoredMatrix,
 from paged_jax.models.loading.stored_tensors import CountedTensors, StoredTensor
 from paged_jax.models.loading.tensor_map import EMBEDDINGS, HEAD, map_to_available
 from paged_jax.models.matrices import Sharding
-from paged_jax.models.matrix_formats import MatrixFormats, float_type, is_matrix
+from paged_jax.models.matrix_formats import MatrixFormats, is_matrix
 from paged_jax.models.model_folder import find_adapters
 from paged_jax.models.tensor_mapping import TensorMapping
 from paged_jax.monitoring import loading_bar

@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 
 from paged_jax.kernels.dispatch import weight_store
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat
+from paged_jax.models.codecs.dtype_formats import DTYPE_FORMATS, change_format, float_type
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.errors import WeightsError
 from paged_jax.models.loading.formats import find_devices
@@ -35,16 +36,13 @@ from paged_jax.models.loading.parameters import (
 )
 from paged_jax.models.matrices import Sharding
 from paged_jax.models.matrix_formats import (
-    DTYPE_FORMATS,
     SUFFIXES,
     MatrixFormats,
-    float_type,
     is_matrix,
     is_stacked,
     matrix_name,
 )
 from paged_jax.models.model_folder import read_json
-from paged_jax.models.quantise import change_format
 from paged_jax.monitoring import loading_bar
 
 _WEIGHTS, _FORMATS = "weights", "formats.json"

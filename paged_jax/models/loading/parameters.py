@@ -14,15 +14,10 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from paged_jax.models.codecs.dtype_formats import DTYPE_FORMATS, float_type, name_of
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.matrices import Sharding
-from paged_jax.models.matrix_formats import (
-    DTYPE_FORMATS,
-    MatrixFormats,
-    float_type,
-    is_stacked,
-    name_of,
-)
+from paged_jax.models.matrix_formats import MatrixFormats, is_stacked
 from paged_jax.models.matrix_modules import only_shapes
 from paged_jax.models.paged_model import PagedModel
 

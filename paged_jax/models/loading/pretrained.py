@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from paged_jax.kernels.linear import reads_stacked_weights
 from paged_jax.kernels.weight_formats import WeightFormat
+from paged_jax.models.codecs.dtype_formats import DTYPE_FORMATS, name_of
 from paged_jax.models.codecs.module_matrix import ModuleFormat
 from paged_jax.models.codecs.module_names import Quantisation
 from paged_jax.models.config import ModelConfig
@@ -42,7 +43,7 @@ from paged_jax.models.loading.safetensors_files import (
 from paged_jax.models.loading.stored_tensors import find_dtype
 from paged_jax.models.loading.tensor_map import map_parameter
 from paged_jax.models.matrices import Sharding
-from paged_jax.models.matrix_formats import DTYPE_FORMATS, MatrixFormats, is_matrix, name_of
+from paged_jax.models.matrix_formats import MatrixFormats, is_matrix
 from paged_jax.models.model_folder import describe_folder, read_config_json
 from paged_jax.models.tensor_parallel import divides_inputs
 

@@ -28,10 +28,10 @@ from paged_jax.kernels.weight_formats import (
     common_format,
     convert,
 )
+from paged_jax.models.codecs.dtype_formats import quantise_on_host
 from paged_jax.models.loading.formats import Stored, have_same_order, is_quantised
 from paged_jax.models.loading.stored_tensors import StoredTensor
 from paged_jax.models.matrix_formats import SUFFIXES, matrix_name
-from paged_jax.models.quantise import quantise_on_host
 from paged_jax.models.tensor_mapping import TensorMapping
 
 # Number of elements per read, which is 8 or 16 MB. This is little memory compared with a model. It

@@ -1,8 +1,13 @@
-"""Conversion of floating-point weight matrices to quantised formats.
+"""Formats of the option `dtype`, such as int4: floats that are quantised while they are loaded.
+
+`DTYPE_FORMATS` lists the formats, and `quantise` converts a matrix to one of them, or to another
+format of `paged_jax.kernels.weight_formats`. To add a format, add its entry here, and its code
+there if it is new.
 
 In most formats of `paged_jax.kernels.weight_formats`, the scale of a group maps its largest element
-to the largest number of the format. The exceptions are int4, and uint4 with minima, both in groups
-of at most 32. For them, a search minimises the squared error over several scales and minima::
+to the largest number of the format. So the rounding error of int8 is at most half of the scale. The
+exceptions are int4, and uint4 with minima, both in groups of at most 32. For them, a search
+minimises the squared error over several scales and minima::
 
     int4     codes u in -8 .. 7     w = u * scale
     uint4    codes u in  0 .. 15    w = u * scale + min
@@ -85,7 +90,41 @@ _CUTS = tuple(cuts for cuts in itertools.product((0, 61, 123, 184), repeat=2) if
 _UINT4_ROUNDS = 2
 
 
-def quantise(w: Array, format: WeightFormat = INT8) -> WeightArrays:
+# Formats of the large matrices, by the value of the option `dtype`. The output head is always int8,
+# because errors in it matter most. int8 is used instead of int4 if a matrix's number of inputs (on
+# each device) is not a multiple of the group size.
+DTYPE_FORMATS = {
+    "int8": INT8,
+    "fp8": WeightFormat("float8_e4m3fn", None, "float32"),
+    "int4": WeightFormat("uint4", 32, "float16", "float16"),
+    "int4-symmetric": WeightFormat("int4", 32, "bfloat16"),
+}
+
+
+def fits(format: WeightFormat, num_inputs: int) -> bool:
+    """Return whether `num_inputs` inputs consist of whole groups, packed bytes and sections."""
+    return num_inputs % format.unit == 0
+
+
+def name_of(dtype: DTypeLike) -> str:
+    """Return the name of a dtype or of a quantised format in `DTYPE_FORMATS`.
+
+    Example:
+      >>> name_of("int4"), name_of(jnp.float8_e4m3fn), name_of(jnp.bfloat16)
+      ('int4', 'fp8', 'bfloat16')
+    """
+    if isinstance(dtype, str) and dtype in DTYPE_FORMATS:
+        return dtype
+    name = jnp.dtype(dtype).name
+    return "fp8" if name == DTYPE_FORMATS["fp8"].code else name
+
+
+def float_type(dtype: DTypeLike, config_dtype: DTypeLike) -> np.dtype:
+    """Return `dtype`, or `config_dtype` if `dtype` is a quantised format in `DTYPE_FORMATS`."""
+    return jnp.dtype(config_dtype if name_of(dtype) in DTYPE_FORMATS else dtype)
+
+
+def quantise(w: Array, format: WeightFormat = DTYPE_FORMATS["int8"]) -> WeightArrays:
     """Quantise a matrix without reordering its columns.
 
     Args:
