@@ -116,8 +116,8 @@ DRAWN = (
         "the dtype of queries is checked as that of pools",
         "kernels/mosaic_tpu",
         "paged_jax.kernels.mosaic_tpu.kernel:dtype_refusal",
-        "(pools, problem.pool_dtype, pool_dtypes)",
-        "(pools, problem.q_dtype, pool_dtypes)",
+        "jnp.dtype(problem.q_dtype)",
+        "jnp.dtype(problem.pool_dtype)",
         "tests/kernels/test_mosaic_tpu.py::test_refusal_says_why",
     ),
     mutant(
