@@ -10,7 +10,7 @@ DRAWN = (
         "paged_jax.kernels.reference:_prefill",
         "key_positions > query_positions - options.sliding_window",
         "key_positions > query_positions - options.sliding_window + 1",
-        "tests/kernels/test_attention.py::test_paged_attention_matches_float64",
+        "tests/kernels/test_attention.py",
     ),
     mutant(
         "sinks of rows without a query count",
@@ -18,7 +18,7 @@ DRAWN = (
         "paged_jax.kernels.reference:_prefill",
         "sinks_BTH = jnp.where(is_query_BT[..., None], sinks.astype(dtype)[None, None], -jnp.inf)",
         "sinks_BTH = jnp.broadcast_to(sinks.astype(dtype), (B, T, H))",
-        "tests/kernels/test_attention.py::test_paged_attention_matches_float64",
+        "tests/kernels/test_attention.py",
     ),
     mutant(
         "the gradient of grouped weights is zero",
@@ -68,7 +68,7 @@ DRAWN = (
         "paged_jax.kernels.xla.attention:_attend_to_tile",
         "positions[None] > query_positions[:, None] - options.sliding_window",
         "positions[None] >= query_positions[:, None] - options.sliding_window",
-        "tests/kernels/test_attention.py::test_paged_attention_matches_float64",
+        "tests/kernels/test_attention.py",
     ),
     mutant(
         "the oldest GPU of XLA's Triton is refused",

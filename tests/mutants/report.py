@@ -22,6 +22,8 @@ def pytest_configure(config: Any) -> None:
 
     A failed example of Hypothesis is proof enough, so it is not made smaller, which takes minutes.
     """
+    # Pytest's own finder takes the files that are named on the command line, whose doctests run.
+    sys.meta_path.sort(key=lambda finder: type(finder).__name__ != "_Finder")
     for name in ("slow", "peers", "optimised", "exhaustive"):
         config.addinivalue_line("markers", name)
     if hypothesis := sys.modules.get("hypothesis"):
