@@ -16,10 +16,7 @@ which all layers have a sliding window. It counts the blocks of the largest wind
 from collections.abc import Sequence as Items
 from typing import Protocol
 
-from paged_jax.cache.sequence_blocks import (
-    num_blocks_needed,
-    num_cached_tokens_at,
-)
+from paged_jax.cache.sequence_blocks import num_blocks_needed, num_cached_tokens_at
 from paged_jax.models.layer_groups import CacheSpec
 from paged_jax.scheduler.request import Sequence
 
@@ -72,6 +69,7 @@ def num_swapped_blocks(num_tokens: int, block_size: int, groups: Items[CacheSpec
     recurrent states count like elements of K and V. The sum is rounded up.
 
     Example:
+      >>> from paged_jax.models.layer_groups import LayerGroup
       >>> groups = LayerGroup(None, (3,)), LayerGroup(8, (0, 1, 2))
       >>> num_swapped_blocks(64, 16, groups[:1]), num_swapped_blocks(64, 16, groups)
       (4, 2)
