@@ -4,7 +4,7 @@
 
 Two engines with the same random weights decode the same sequences. Their dispatches alternate, so
 that both see the same load of the machine. They plan no dispatch ahead, because it would run while
-the other engine is measured. Prompts are measured in the same way. The default takes about seven
+the other engine is measured. Prompts are measured in the same way. The default takes about three
 minutes on two cores. Without the C++ kernels, exact numerics are slow:
 
     python -m benchmarks.exact_steps --backend xla --sizes 1x512 --rounds 3
