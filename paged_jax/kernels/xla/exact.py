@@ -40,7 +40,7 @@ from paged_jax.kernels.rows import set_states, take_states
 from paged_jax.kernels.weight_formats import Weight, dequantise
 from paged_jax.kernels.xla import write
 from paged_jax.kernels.xla.exact_attention import attend_exactly
-from paged_jax.kernels.xla.linear import floats_of_group, linear
+from paged_jax.kernels.xla.linear import GroupTiles, floats_of_group, linear
 
 # Number of rows in a tile of a matmul. It is a multiple of the number of rows that XLA's matmul for
 # CPUs multiplies together, so all rows of a tile are multiplied in the same way.
@@ -81,21 +81,18 @@ def _multiply_jvp(
 def _grouped_linear(x: jax.Array, w: Weight, sizes: jax.Array) -> jax.Array:
     """Multiply rows by the weights of their groups, see `paged_jax.kernels.grouped_linear`."""
     rows, matrices = _pad(_round_inputs(x, w)), w.plain
-    begins = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
-    num_tiles = -(-sizes // ROWS)
-    tile_ends = jnp.cumsum(num_tiles, dtype=jnp.int32)
+    tiles = GroupTiles.divide(sizes, ROWS)
 
     def step(index: jax.Array, out: jax.Array) -> jax.Array:
-        group = jnp.sum(tile_ends <= index, dtype=jnp.int32)
-        first = begins[group] + (index - tile_ends[group] + num_tiles[group]) * ROWS
+        group, first = tiles.find(index)
         floats = floats_of_group(matrices, group).astype(jnp.float32)
         new = _multiply_tile(rows, first, lax.optimization_barrier(floats))
         old = lax.dynamic_slice_in_dim(out, first, ROWS)
-        is_mine = first + jnp.arange(ROWS, dtype=jnp.int32) < begins[group] + sizes[group]
+        is_mine = first + jnp.arange(ROWS, dtype=jnp.int32) < tiles.begins[group] + sizes[group]
         return lax.dynamic_update_slice_in_dim(out, jnp.where(is_mine[:, None], new, old), first, 0)
 
     out = jnp.zeros((rows.shape[0], w.shape[-2]), jnp.float32)
-    return lax.fori_loop(0, tile_ends[-1], step, out)[: x.shape[0]]
+    return lax.fori_loop(0, tiles.ends[-1], step, out)[: x.shape[0]]
 
 
 def _round_inputs(x: jax.Array, w: Weight) -> jax.Array:

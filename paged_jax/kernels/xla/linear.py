@@ -15,6 +15,7 @@ weights read, measured on 2 cores with AVX-512 (jax 0.10.2) for weights of 3072 
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -216,6 +217,31 @@ def grouped_linear(x: jax.Array, w: Weight, group_sizes: jax.Array) -> jax.Array
     return _multiply_groups(x, w, group_sizes, (1, 1))
 
 
+class GroupTiles(NamedTuple):
+    """Tiles of the rows of groups, numbered from the first group to the last.
+
+    Each tile has rows of one group. The last tile of a group may also have rows of later groups.
+    """
+
+    size: int  # number of rows in a tile
+    begins: jax.Array  # i32 [X], first row of each group
+    counts: jax.Array  # i32 [X], number of tiles of each group
+    ends: jax.Array  # i32 [X], number of the first tile after each group
+
+    @classmethod
+    def divide(cls, group_sizes: jax.Array, size: int) -> "GroupTiles":
+        """Divide groups with i32 [X] rows into tiles."""
+        begins = jnp.cumsum(group_sizes, dtype=jnp.int32) - group_sizes
+        counts = -(-group_sizes // size)
+        return cls(size, begins, counts, jnp.cumsum(counts, dtype=jnp.int32))
+
+    def find(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the group and the first row of a tile."""
+        group = jnp.sum(self.ends <= index, dtype=jnp.int32)
+        first = self.begins[group] + (index - self.ends[group] + self.counts[group]) * self.size
+        return group, first
+
+
 def _multiply_groups(
     x: jax.Array, w: Weight, group_sizes: jax.Array, contracted: tuple[int, int]
 ) -> jax.Array:
@@ -226,23 +252,20 @@ def _multiply_groups(
     w = w.plain
     R, X, N = x.shape[0], w.shape[0], w.shape[2 - contracted[1]]
     tile = min(R, _MAX_TILE, max(8, math.ceil(2 * R / X)))
-    begins = jnp.cumsum(group_sizes, dtype=jnp.int32) - group_sizes
-    num_tiles = -(-group_sizes // tile)
-    tile_ends = jnp.cumsum(num_tiles, dtype=jnp.int32)
+    tiles = GroupTiles.divide(group_sizes, tile)
 
     def multiply(index: jax.Array, out: jax.Array) -> jax.Array:
-        group = jnp.sum(tile_ends <= index, dtype=jnp.int32)
-        first = begins[group] + (index - tile_ends[group] + num_tiles[group]) * tile
+        group, first = tiles.find(index)
         start = jnp.minimum(first, R - tile)  # the last tile ends at the last row
         weight = floats_of_group(w, group)
         new = _contract(lax.dynamic_slice_in_dim(x, start, tile), weight, contracted)
         old = lax.dynamic_slice_in_dim(out, start, tile)
         rows = start + jnp.arange(tile, dtype=jnp.int32)
-        is_mine = (rows >= first) & (rows < begins[group] + group_sizes[group])
+        is_mine = (rows >= first) & (rows < tiles.begins[group] + group_sizes[group])
         return lax.dynamic_update_slice_in_dim(out, jnp.where(is_mine[:, None], new, old), start, 0)
 
     out = jnp.zeros((R, N), jnp.float32)
-    return lax.fori_loop(0, tile_ends[-1], multiply, out)
+    return lax.fori_loop(0, tiles.ends[-1], multiply, out)
 
 
 def _round_inputs(x: jax.Array, w: Weight) -> jax.Array:
