@@ -16,9 +16,8 @@ from paged_jax.models.families.common import (
     read_heads,
     read_model,
     read_num_layers,
-    read_pattern,
+    read_pattern_windows,
     read_rope,
-    read_windows,
     write_dense,
     write_factor,
     write_heads,
@@ -101,8 +100,7 @@ class Cohere2(Cohere):
         """Read a ``config.json``. By default, every fourth layer has no window."""
         norm = Norm(read_number(entries, "layer_norm_eps"), kind="layer")
         attention, mlp = self.read_attention(entries, norm), read_dense(entries)
-        every = read_pattern(entries, 4)
-        windows = read_windows(entries, lambda layer: (layer + 1) % every == 0)
+        windows = read_pattern_windows(entries, 4)
 
         @functools.cache
         def layer(window: int | None) -> LayerSpec:

@@ -482,11 +482,19 @@ def read_window(entries: ConfigEntries) -> int | None:
     return window
 
 
-def read_pattern(entries: ConfigEntries, default: int) -> int:
-    """Return n if every n-th layer is of another type; see `read_windows`."""
+def read_pattern_windows(
+    entries: ConfigEntries, default: int, *, full: int = -1
+) -> list[int | None]:
+    """Return the windows of layers in a repeated pattern, see `read_windows`.
+
+    Args:
+      entries: content of the ``config.json``, with the length ``sliding_window_pattern``.
+      default: length of the pattern if the entry is missing.
+      full: index in the pattern of the layer without a window; the last one by default.
+    """
     every = read_integer(entries, "sliding_window_pattern", default)
     check_positive("LlamaConfig", sliding_window_pattern=every)
-    return every
+    return read_windows(entries, lambda layer: layer % every == full % every)
 
 
 def write_windows(config: ModelConfig) -> dict[str, Any]:

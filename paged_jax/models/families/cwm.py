@@ -10,9 +10,8 @@ from paged_jax.models.families.common import (
     read_dense,
     read_heads,
     read_model,
-    read_pattern,
+    read_pattern_windows,
     read_rope,
-    read_windows,
     write_dense,
     write_heads,
     write_model,
@@ -42,8 +41,7 @@ class Cwm(Family):
             attention = Attention(**heads, rope=rope, eps=norm.eps, window=window)
             return pre_norm(attention, mlp, norm)
 
-        every = read_pattern(entries, 4)
-        windows = read_windows(entries, lambda layer: layer % every == 0)
+        windows = read_pattern_windows(entries, 4, full=0)
         layers = tuple(map(layer, windows))
         return read_model(self, entries, layers=layers, norm=norm)
 

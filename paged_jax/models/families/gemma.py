@@ -18,10 +18,9 @@ from paged_jax.models.families.common import (
     read_heads,
     read_model,
     read_num_layers,
-    read_pattern,
+    read_pattern_windows,
     read_rope,
     read_ropes,
-    read_windows,
     sandwich_norm,
     write_dense,
     write_factor,
@@ -115,8 +114,7 @@ class Gemma2(Family):
             )
             return sandwich_norm(attention, mlp, norm)
 
-        every = read_pattern(entries, 2)
-        windows = read_windows(entries, lambda layer: (layer + 1) % every == 0)
+        windows = read_pattern_windows(entries, 2)
         return read_model(
             self,
             entries,
@@ -185,8 +183,7 @@ class Gemma3(Family):
             )
             return sandwich_norm(attention, mlp, norm)
 
-        every = read_pattern(entries, 6)
-        windows = read_windows(entries, lambda layer: (layer + 1) % every == 0)
+        windows = read_pattern_windows(entries, 6)
         return read_model(
             self,
             entries,

@@ -12,9 +12,8 @@ from paged_jax.models.families.common import (
     read_heads,
     read_model,
     read_num_layers,
-    read_pattern,
+    read_pattern_windows,
     read_ropes,
-    read_windows,
     write_heads,
     write_model,
     write_ropes,
@@ -108,8 +107,7 @@ class Gemma3n(Family):
             )
             return LayerSpec((step,))
 
-        every = read_pattern(entries, 5)
-        windows = read_windows(entries, lambda layer: (layer + 1) % every == 0)
+        windows = read_pattern_windows(entries, 5)
         sources = read_sources(entries, windows)
         sizes, sparsities = _read_sizes(entries), _read_sparsities(entries)
         return read_model(

@@ -22,8 +22,7 @@ from paged_jax.models.families.common import (
     read_factor,
     read_heads,
     read_model,
-    read_pattern,
-    read_windows,
+    read_pattern_windows,
     sandwich_norm,
     write_model,
     write_parameters,
@@ -98,8 +97,7 @@ class Gemma4(Family):
         """Read a ``config.json``. By default, every sixth layer has no window; the last never."""
         entries = entries.complete(_SIZES)
         check_only(self, entries, use_bidirectional_attention="vision")
-        every = read_pattern(entries, 6)
-        windows = read_windows(entries, lambda layer: (layer + 1) % every == 0)
+        windows = read_pattern_windows(entries, 6)
         windows[-1] = None
         norm, heads = Norm(read_factor(entries, "rms_norm_eps")), read_heads(entries)
         full_heads = _read_full_heads(entries, heads, windows)

@@ -12,9 +12,8 @@ from paged_jax.models.families.common import (
     read_factor,
     read_heads,
     read_model,
-    read_pattern,
+    read_pattern_windows,
     read_rope,
-    read_windows,
     write_heads,
     write_model,
     write_rope,
@@ -86,8 +85,7 @@ class GptOss(Family):
             )
             return pre_norm(attention, experts, norm)
 
-        every = read_pattern(entries, 2)
-        windows = read_windows(entries, lambda layer: (layer + 1) % every == 0)
+        windows = read_pattern_windows(entries, 2)
         layers = tuple(map(layer, windows))
         return read_model(self, entries, layers=layers, norm=norm)
 

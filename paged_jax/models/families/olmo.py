@@ -12,10 +12,9 @@ from paged_jax.models.families.common import (
     read_heads,
     read_model,
     read_num_layers,
-    read_pattern,
+    read_pattern_windows,
     read_rope,
     read_ropes,
-    read_windows,
     write_dense,
     write_heads,
     write_model,
@@ -90,8 +89,7 @@ class Olmo3(Family):
             )
             return post_norm(attention, mlp, norm)
 
-        every = read_pattern(entries, 4)
-        windows = read_windows(entries, lambda layer: (layer + 1) % every == 0)
+        windows = read_pattern_windows(entries, 4)
         layers = tuple(map(layer, windows))
         return read_model(self, entries, layers=layers, norm=norm)
 
