@@ -22,8 +22,8 @@ from flax import nnx
 from paged_jax import Engine, Llama, LlamaConfig, PagedCache, RequestOutput, SamplingParams
 from paged_jax.cache import paged_cache
 from paged_jax.cache.blocks import num_blocks_needed
+from paged_jax.cache.digests import PrefixChain, digest_words, root_digest
 from paged_jax.cache.groups import locate
-from paged_jax.cache.sequence_blocks import PrefixChain, digest_words, root_digest
 from paged_jax.kernels import paged_attention, paged_write
 
 matplotlib.use("Agg")

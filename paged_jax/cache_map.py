@@ -15,7 +15,7 @@ import numpy as np
 
 from paged_jax.cache.drawing import BlockMap, BlockRow, draw_html
 from paged_jax.cache.sequence_blocks import num_blocks_needed
-from paged_jax.engine.stats import GroupUse
+from paged_jax.engine.block_meter import GroupUse
 from paged_jax.formatting import short_repr
 from paged_jax.scheduler.outputs import WaitReason
 from paged_jax.scheduler.request import Sequence

@@ -14,7 +14,7 @@ from paged_jax.arguments import ArgumentError, advise, is_int, names_arguments
 from paged_jax.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.request_factory import Prompt, list_prompts
-from paged_jax.engine.requests import own_transfers
+from paged_jax.engine.transfers import allow_host_transfers
 from paged_jax.monitoring import Status
 from paged_jax.rollouts import Prompts, Rollout, read_prompts
 from paged_jax.sampling.params import SamplingParams, StructuredOutputError
@@ -135,7 +135,7 @@ class LLM(Engine):
           >>> drawn.token_ids.shape, drawn.logprobs.dtype, drawn.num_drawn.dtype
           ((4, 5), dtype('float32'), dtype('int32'))
         """
-        with own_transfers():
+        with allow_host_transfers():
             arrays = read_prompts(
                 "LLM.rollout", self.config.vocab_size, prompt_token_ids, num_tokens
             )

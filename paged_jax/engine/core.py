@@ -24,16 +24,21 @@ import jax
 from paged_jax.arguments import ArgumentError
 from paged_jax.cache.blocks.state_tables import state_interval
 from paged_jax.engine import pool_size
+from paged_jax.engine.block_meter import BlockMeter, GroupUse
+from paged_jax.engine.change_guard import ChangeGuard
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.drafts import Drafter
 from paged_jax.engine.footprint import Footprint, footprint
 from paged_jax.engine.loaded_model import LoadedModel
+from paged_jax.engine.mask_clock import MaskClock
 from paged_jax.engine.pool_size import resolve_kv_dtype
 from paged_jax.engine.postprocess import Postprocessor
 from paged_jax.engine.request_factory import RequestFactory
-from paged_jax.engine.requests import ChangeGuard, RequestTable, own_transfers
-from paged_jax.engine.stats import BlockMeter, GroupUse, MaskClock, StepClock
-from paged_jax.engine.weight_swap import NewWeights, Sleep, WeightSwap
+from paged_jax.engine.request_table import RequestTable
+from paged_jax.engine.sleep import Sleep
+from paged_jax.engine.step_clock import StepClock
+from paged_jax.engine.transfers import allow_host_transfers
+from paged_jax.engine.weight_swap import NewWeights, WeightSwap
 from paged_jax.kernels import check_backend_runs_on
 from paged_jax.kernels.dispatch import int8_backend
 from paged_jax.models.paged_model import PagedModel
@@ -99,7 +104,7 @@ class EngineCore:
     """
 
     @classmethod
-    @own_transfers()
+    @allow_host_transfers()
     def build(cls, options: EngineConfig) -> "EngineCore":
         """Load a model, and create an engine core with its scheduler and the state on the device.
 
@@ -383,7 +388,7 @@ class EngineCore:
             self._drop_ended()
         return request
 
-    @own_transfers()
+    @allow_host_transfers()
     def group_use(self) -> list[GroupUse]:
         """Return the number of used blocks per group of layers, without waiting for the device.
 

@@ -12,12 +12,14 @@ import jax
 
 from paged_jax.arguments import ArgumentError, names_arguments
 from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.engine.block_meter import GroupUse
 from paged_jax.engine.config import EngineConfig, takes_options
 from paged_jax.engine.core import EngineCore
+from paged_jax.engine.delivery import Delivery
 from paged_jax.engine.request_factory import Prompt
-from paged_jax.engine.requests import Delivery, own_transfers
-from paged_jax.engine.stats import GroupUse
-from paged_jax.engine.weight_swap import TAGS, load_weights_for
+from paged_jax.engine.sleep import TAGS
+from paged_jax.engine.transfers import allow_host_transfers
+from paged_jax.engine.weight_swap import load_weights_for
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.loading.conversion import NameMap
 from paged_jax.models.paged_model import PagedModel
@@ -261,7 +263,7 @@ class Engine:
             )
         follow(self.core.executor, self.core.channel)
 
-    @own_transfers()
+    @allow_host_transfers()
     def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
         """Compile every program that requests may need, so that no request waits for compilation.
 
@@ -327,7 +329,7 @@ class Engine:
         self.core.check_one_process("update_params")
         self.core.replace_weights(self.core.weight_swap.prepare(params, mapping))
 
-    @own_transfers()
+    @allow_host_transfers()
     def load_params(self, folder: str | Path) -> Decoder:
         """Load weights into host memory, for `update_params`. Any thread may call this.
 
@@ -340,7 +342,7 @@ class Engine:
         """
         return load_weights_for(self.core.executor.weights.layout_model, folder)
 
-    @own_transfers()
+    @allow_host_transfers()
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache, so that new requests find no blocks of earlier requests."""
         if not self.is_sleeping:  # A sleeping engine has no cache to reset.

@@ -4,7 +4,7 @@ import math
 import time
 from typing import Any, NamedTuple
 
-from paged_jax.engine.requests import RequestTable
+from paged_jax.engine.request_table import RequestTable
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.programs import Scores

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from paged_jax.cache.sequence_blocks import digest_words
+from paged_jax.cache.digests import digest_words
 from paged_jax.runner.decode_state import DecodeState, TokenMasks, find_token_masks
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.executor import Executor, QueuedResult, require_blocks

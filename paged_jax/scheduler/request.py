@@ -5,7 +5,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
-from paged_jax.cache.sequence_blocks import PrefixChain
+from paged_jax.cache.digests import PrefixChain
 from paged_jax.formatting import short_repr
 from paged_jax.models.text.grammar import GrammarCursor
 from paged_jax.sampling.params import SamplingParams

@@ -9,9 +9,10 @@ engine is:
     append the generated tokens, then call sequence.advance(...) for each chunk and decoded row
     scheduler.finish(memory, sequence) for each sequence that stopped
 
-The module `queue` stores waiting and running sequences, `step_planner` chooses the sequences of a
-step, `block_budget` counts blocks, and `explain` records why sequences wait. `step_plan` plans the
-next step before the tokens of the last step are known.
+This module decides which sequences are preempted, and how. `plan_builder` decides the chunks and
+decode steps of running sequences, and `admission` which waiting sequences start. `lookahead`
+plans the next step before the tokens of the last step are known. `queue` stores waiting and running
+sequences, `block_budget` counts blocks, and `explain` records why sequences wait.
 
 Prefill computes K and V of all tokens of a sequence except the last token, which is the input of
 the first decode step. So a sequence with n known tokens begins to decode when n - 1 of them are in
@@ -33,12 +34,14 @@ from typing import Literal
 from paged_jax.arguments import ArgumentError
 from paged_jax.cache.sequence_blocks import num_cached_tokens_at
 from paged_jax.models.layer_groups import CacheSpec, LayerGroup
+from paged_jax.scheduler.admission import Admission
 from paged_jax.scheduler.block_budget import BlockBudget, BlockMemory, make_budget
+from paged_jax.scheduler.lookahead import Lookahead
 from paged_jax.scheduler.outputs import EngineStats, PreemptionAdvantage, PreemptionNote
+from paged_jax.scheduler.plan_builder import PlanBuilder
 from paged_jax.scheduler.queue import Queue
 from paged_jax.scheduler.request import Request, Sequence
-from paged_jax.scheduler.step_plan import Lookahead, StepPlan
-from paged_jax.scheduler.step_planner import Admission, StepPlanner
+from paged_jax.scheduler.step_plan import StepPlan
 
 Preemption = Literal["auto", "recompute", "swap"]
 """How to preempt a sequence: release its blocks, swap them to the host, or the cheaper of both."""
@@ -235,23 +238,23 @@ class Scheduler:
         self._admit_urgent(memory)
         self._free_blocks_for_decode(memory)
         is_calm = self.stats.num_preemptions == num_preemptions
-        planner = self._planner(memory, plan)
-        planner.add_decodes()
-        planner.add_chunks()
-        while self.running and planner.is_empty:
+        builder = self._plan_builder(memory, plan)
+        builder.add_decodes()
+        builder.add_chunks()
+        while self.running and builder.is_empty:
             # All running sequences are in prefill, and no block is free. Preempt a sequence, so
             # that the most senior sequence gets blocks.
             self._preempt(memory, self.running[1:], PreemptionNote(reason="prefill"))
-            planner, is_calm = self._planner(memory, plan), False
-            planner.add_chunks()
+            builder, is_calm = self._plan_builder(memory, plan), False
+            builder.add_chunks()
         # After a preemption, admit no waiting sequence. It would take the blocks that were just
         # freed for the running sequences.
         may_admit_next = bool(self._queue.waiting)
         if is_calm:
-            may_admit_next = self._admission.admit(planner)
+            may_admit_next = self._admission.admit(builder)
         plan.bound = [each for each in plan.decodes if each.active_grammar() is not None]
-        self.lookahead.open(plan, may_admit_next)
-        plan.num_steps = planner.num_steps(self.lookahead.max_steps, may_admit_next)
+        self.lookahead.enable_after(plan, may_admit_next)
+        plan.num_steps = builder.num_steps(self.lookahead.max_steps, may_admit_next)
         plan.leave_on_stop = bool(self._queue.waiting)
         if plan.chunks:
             self._admission.retry_deferred()
@@ -289,9 +292,9 @@ class Scheduler:
         """
         block_budget, request = self.block_budget, sequence.request
         while True:
-            planner = self._planner(memory, StepPlan())
+            builder = self._plan_builder(memory, StepPlan())
             if self._queue.free_slots:
-                if self._admission.try_to_start(planner, sequence):
+                if self._admission.try_to_start(builder, sequence):
                     return True
                 # Compute the number of blocks that are available if all juniors are preempted: the
                 # spare blocks, the blocks that only juniors hold, and the blocks that are reserved
@@ -299,7 +302,7 @@ class Scheduler:
                 claims = sum(
                     block_budget.num_claimed(s) + block_budget.can_grow(s) for s in juniors
                 )
-                most = planner.num_spare + block_budget.num_held(memory, juniors) + claims
+                most = builder.num_spare + block_budget.num_held(memory, juniors) + claims
                 if sequence.num_wanted > most:
                     return False
             if not juniors:
@@ -406,8 +409,8 @@ class Scheduler:
         num_blocks = self.block_budget.num_swapped(sequence.num_computed)
         return 2 * num_blocks * self.costs.seconds_per_block
 
-    def _planner(self, memory: BlockMemory, plan: StepPlan) -> StepPlanner:
-        return StepPlanner(
+    def _plan_builder(self, memory: BlockMemory, plan: StepPlan) -> PlanBuilder:
+        return PlanBuilder(
             plan,
             self._queue,
             memory,

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from paged_jax.arguments import ArgumentError
 from paged_jax.async_engine import EngineClosedError
 from paged_jax.engine.beam_search import Beam, BeamChoice, BeamSearchParams, num_candidates
-from paged_jax.engine.weight_swap import EngineAsleepError
+from paged_jax.engine.sleep import EngineAsleepError
 from paged_jax.models.text.grammar import Grammar
 from paged_jax.sampling.params import (
     MAX_LOGPROBS,

@@ -14,7 +14,7 @@ from starlette.types import Receive
 
 from paged_jax.async_engine import AsyncEngine, EngineClosedError
 from paged_jax.engine.engine import Engine
-from paged_jax.engine.weight_swap import EngineAsleepError
+from paged_jax.engine.sleep import EngineAsleepError
 from paged_jax.models.text.reasoning import select_format
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.models.text.tool_grammars import ToolGrammars

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from paged_jax.cache_map import CacheMap, changes, snapshot
+from paged_jax.engine.block_meter import GroupUse
 from paged_jax.engine.engine import Engine
-from paged_jax.engine.stats import GroupUse
 from paged_jax.scheduler.outputs import EngineStats, WaitReason
 
 # Minimum seconds between two snapshots in the history.

@@ -13,7 +13,6 @@ from flax import nnx
 
 import paged_jax
 from paged_jax import Engine, Llama, SamplingParams
-from paged_jax.engine.requests import ChangeGuard
 from tests.support.tiny_model import BOS, SIZES
 from tests.support.workload import check_empty
 
@@ -213,18 +212,3 @@ def test_sleep_interrupted_at_any_line_keeps_requests_and_weights(
         assert finish(engine) == expected
 
     strike_everywhere(stride, run)
-
-
-def test_change_interrupted_before_it_starts_blocks_no_other(monkeypatch) -> None:
-    """A traceback, such as the one that an interactive session keeps, holds the generator."""
-    guard = ChangeGuard(lambda: None)
-
-    def interrupt(function: Callable[..., Any]) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as kept:
-        patch.setattr(contextlib, "contextmanager", interrupt)
-        guard.change()
-    with guard.change(), pytest.raises(RuntimeError, match="must not overlap"):
-        guard.change()
-    assert kept.tb

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from paged_jax import Engine, Llama, SamplingParams
-from paged_jax.engine.weight_swap import EngineAsleepError
+from paged_jax.engine.sleep import EngineAsleepError
 from tests.support.tiny_model import BOS, SIZES
 from tests.support.workload import check_empty, finish
 

@@ -11,7 +11,8 @@ import pytest
 from flax import nnx
 
 from paged_jax import LLM, Engine, Llama, SamplingParams
-from paged_jax.engine.weight_swap import EngineAsleepError, WeightSwap
+from paged_jax.engine.sleep import EngineAsleepError
+from paged_jax.engine.weight_swap import WeightSwap
 from paged_jax.models.loading.parameters import named_arrays
 from paged_jax.models.loading.tensor_map import map_parameter
 from tests.support.random_model import random_llama

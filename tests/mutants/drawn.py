@@ -366,7 +366,8 @@ DRAWN = (
         "self.lookahead.close()",
         "pass",
         "tests/scheduler/test_scheduler.py",
-        "tests/scheduler/test_step_planner.py",
+        "tests/scheduler/test_plan_builder.py",
+        "tests/scheduler/test_admission.py",
         "tests/engine/test_pipeline.py",
     ),
     mutant(
@@ -381,22 +382,22 @@ DRAWN = (
     mutant(
         "sequences overtake one that waits for blocks",
         "scheduler",
-        "paged_jax.scheduler.step_planner:Admission.admit",
+        "paged_jax.scheduler.admission:Admission.admit",
         """
         if reason != "same prefix":
             break
         """,
         "pass",
         "tests/scheduler/test_scheduler.py",
-        "tests/scheduler/test_step_planner.py",
+        "tests/scheduler/test_admission.py",
     ),
     mutant(
         "blocks of an attached prefix are not counted",
         "scheduler",
-        "paged_jax.scheduler.step_planner:Admission.try_to_start",
-        "planner.num_free -= num_attached",
+        "paged_jax.scheduler.admission:Admission.try_to_start",
+        "builder.num_free -= num_attached",
         "pass",
-        "tests/scheduler/test_step_planner.py",
+        "tests/scheduler/test_admission.py",
         "tests/scheduler/test_scheduler.py",
         "tests/scheduler/test_preemption.py",
     ),
@@ -468,7 +469,7 @@ DRAWN = (
     mutant(
         "a second sleep wakes the cache",
         "engine",
-        "paged_jax.engine.weight_swap:Sleep.begin",
+        "paged_jax.engine.sleep:Sleep.begin",
         "max(level, self.level)",
         "level",
         "tests/engine/test_sleep.py",

@@ -6,7 +6,8 @@ it reads there, so wrong blocks lead to wrong tokens. `expected_tokens` returns 
 
 import collections
 
-from paged_jax.cache.sequence_blocks import PrefixChain, first_kept_column, root_digest
+from paged_jax.cache.digests import PrefixChain, root_digest
+from paged_jax.cache.sequence_blocks import first_kept_column
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.completion import Completion
 from paged_jax.scheduler.explain import RequestHistory

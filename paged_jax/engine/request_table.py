@@ -1,21 +1,14 @@
-"""The unfinished requests of an engine, and their recovery after an interrupted step.
+"""`RequestTable`: the unfinished requests of an engine, and how they restart.
 
 Ctrl-C or a lack of memory may interrupt a step at any point, and leave the state on the device
 unknown. All tokens of the requests are on the host. So the engine discards the state on the device
-and computes the K and V of the tokens again.
+and computes the K and V of the tokens again. `ChangeGuard` notices the interruption.
 """
 
-import contextlib
-import inspect
 import itertools
 import time
-import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any
 
-import jax
-
-from paged_jax.cache.sequence_blocks import PrefixChain, root_digest
+from paged_jax.cache.digests import PrefixChain, root_digest
 from paged_jax.runner.runner import ModelRunner
 from paged_jax.scheduler.explain import describe_match
 from paged_jax.scheduler.request import Request, Sequence
@@ -165,142 +158,3 @@ class RequestTable:
         is_cached = self._scheduler.enable_prefix_caching and request.prompt_logprobs is None
         for sequence in request.sequences:
             sequence.chain = self.prefix_chain(request) if is_cached else None
-
-
-class Delivery:
-    """Passes requests with new tokens to the calls that wait for them.
-
-    If several calls, such as `LLM.stream`, use the same engine, a step generates tokens for the
-    requests of all calls, no matter which call runs it. So each call subscribes to its requests.
-    Requests without a subscriber are stored in `kept` until `drop` removes them.
-
-    Example:
-      >>> delivery = Delivery()
-      >>> delivery.kept
-      []
-    """
-
-    def __init__(self) -> None:
-        self._receivers: dict[str, Callable[[Request], None]] = {}
-        # Use requests as keys, not ids, because an ended request and a newer request may have the
-        # same id.
-        self._kept: dict[Request, None] = {}
-
-    def subscribe(self, request_id: str, receive: Callable[[Request], None]) -> None:
-        """Subscribe to a request: call `receive(request)` when it gets new tokens or ends."""
-        self._receivers[request_id] = receive
-
-    def unsubscribe(self, request_id: str) -> None:
-        """End the subscription to a request, if there is one."""
-        self._receivers.pop(request_id, None)
-
-    def deliver(self, requests: Iterable[Request]) -> None:
-        """Pass each request to its subscriber; add requests without a subscriber to `kept`."""
-        for request in requests:
-            if not self.notify(request):
-                self._kept[request] = None
-
-    def notify(self, request: Request) -> bool:
-        """Pass a request to its subscriber; return whether there is a subscriber."""
-        receive = self._receivers.get(request.request_id)
-        if receive is not None:
-            receive(request)
-        return receive is not None
-
-    @property
-    def kept(self) -> list[Request]:
-        """Requests passed to `deliver` that had no subscriber and were not removed by `drop`."""
-        return list(self._kept)
-
-    def keep(self, requests: Iterable[Request]) -> None:
-        """Add requests to `kept`, for example if a call was interrupted after it dropped them."""
-        self._kept |= dict.fromkeys(requests)
-
-    def drop(self, requests: Iterable[Request]) -> None:
-        """Remove requests from `kept`."""
-        gone = set(requests)
-        self._kept = {request: None for request in self._kept if request not in gone}
-
-
-class ChangeGuard:
-    """Guard of the engine's state, which allows one change (such as a step) at a time.
-
-    If a change is interrupted, the engine is restarted immediately. If the restart is interrupted
-    too, the engine is restarted before the next change.
-
-    Args:
-      restart: function that discards the state on the device and queues the requests again.
-    """
-
-    def __init__(self, restart: Callable[[], None]):
-        self._restart = restart
-        self._is_broken = False  # True if a change or a restart has begun but not ended.
-        self._postponed: list[Callable[[], None]] = []
-        # Weak reference to the generator of the latest change: a function that returns it or None.
-        self._latest: Callable[[], Any] = lambda: None
-
-    @property
-    def _is_changing(self) -> bool:
-        # Inspect the generator of the change instead of a flag, because an interrupt could leave
-        # the flag set. If it comes before the start, the traceback keeps a generator that never
-        # starts.
-        latest = self._latest()
-        return latest is not None and inspect.getgeneratorstate(latest) in (
-            inspect.GEN_RUNNING,
-            inspect.GEN_SUSPENDED,
-        )
-
-    def change(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager inside which the caller may change the state.
-
-        Raises:
-          RuntimeError: another change has begun and not ended.
-        """
-        if self._is_changing:
-            raise RuntimeError(
-                "Engine: calls must not overlap, got a call during another call. Use AsyncEngine "
-                "to add requests while the engine runs."
-            )
-        while self._postponed:
-            self._postponed.pop()()
-        change = self._change()
-        self._latest = weakref.ref(change)
-        return contextlib.contextmanager(lambda: change)()
-
-    def _change(self) -> Generator[None]:
-        with own_transfers():
-            if self._is_broken:
-                self.recover()
-            self._is_broken = True
-            try:
-                yield
-            except BaseException:
-                self.recover()
-                raise
-            self._is_broken = False
-
-    def recover(self) -> None:
-        """Call `restart`. If `restart` is interrupted, the next `change` calls it again."""
-        self._is_broken = True
-        self._restart()
-        self._is_broken = False
-
-    def when_idle(self, action: Callable[[], None]) -> None:
-        """Call `action` now or, if a change is in progress, just before the next change."""
-        if self._is_changing:
-            self._postponed.append(action)
-        else:
-            action()
-
-
-@contextlib.contextmanager
-def own_transfers() -> Iterator[None]:
-    """Return a context manager that allows transfers between host and device.
-
-    Every step of the engine must transfer token ids, slots and flags. A ``jax.transfer_guard`` that
-    the caller has set to find accidental transfers must not forbid these necessary transfers. It
-    still applies to transfers between devices, because the engine makes none, except when it loads
-    weights from other devices.
-    """
-    with jax.transfer_guard_host_to_device("allow"), jax.transfer_guard_device_to_host("allow"):
-        yield

@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from paged_jax.cache.sequence_blocks import PrefixChain, digest_words, link_digest, root_digest
+from paged_jax.cache.digests import PrefixChain, digest_words, link_digest, root_digest
 
 ROOT = root_digest(b"weights")
 
@@ -50,7 +50,7 @@ def test_chain_computes_each_digest_once(monkeypatch):
         calls.append(token_ids)
         return link_digest(parent, token_ids)
 
-    monkeypatch.setattr("paged_jax.cache.sequence_blocks.link_digest", counting_link)
+    monkeypatch.setattr("paged_jax.cache.digests.link_digest", counting_link)
     chain = PrefixChain(ROOT, 2)
     for length in (5, 5, 8):
         chain.digests(list(range(length)))
