@@ -20,7 +20,6 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from paged_jax.kernels import choose_backend
-from paged_jax.kernels import recurrent as plain
 from paged_jax.kernels.backend import (
     ConvolutionStep,
     DeltaStep,
@@ -31,6 +30,7 @@ from paged_jax.kernels.backend import (
 )
 from paged_jax.kernels.mosaic_tpu import recurrent, refusal
 from paged_jax.kernels.mosaic_tpu.kernel import choose_tiling
+from paged_jax.kernels.xla import recurrent as plain
 from tests.support import ROOT
 from tests.support.kernel_cases import Case, lower
 from tests.support.paged_batch import LAYER, PagedBatch, queries

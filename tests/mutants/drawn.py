@@ -31,7 +31,7 @@ DRAWN = (
     mutant(
         "a key of a decayed block does not see itself",
         "kernels",
-        "paged_jax.kernels.recurrent:_decayed_products",
+        "paged_jax.kernels.xla.recurrent:_decayed_products",
         "jnp.where(is_seen, sums, -jnp.inf)",
         "jnp.where(is_after, sums, -jnp.inf)",
         "tests/kernels/test_recurrent.py",

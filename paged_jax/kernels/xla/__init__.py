@@ -37,7 +37,6 @@ from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.norm_rope import rope_then_write
 from paged_jax.kernels.opaque_call import without_index_checks
 from paged_jax.kernels.ragged_chunks import attend_in_parts
-from paged_jax.kernels.recurrent import advance_rows
 from paged_jax.kernels.rows import set_rows
 from paged_jax.kernels.weight_formats import Layout, WeightFormat
 from paged_jax.kernels.xla.attention import attend_to_chunks, decode, prefill
@@ -47,6 +46,7 @@ from paged_jax.kernels.xla.linear import (
     linear,
     linear_gradients,
 )
+from paged_jax.kernels.xla.recurrent import advance_rows, apply_recurrence, convolve
 
 
 @jax.jit
@@ -168,6 +168,8 @@ class Xla:
     grouped_gradients = staticmethod(grouped_gradients)
     linear_gradients = staticmethod(linear_gradients)
     advance_rows = staticmethod(advance_rows)
+    apply_recurrence = staticmethod(apply_recurrence)
+    convolve = staticmethod(convolve)
 
     def refusal(self, problem: Problem) -> str | None:
         """Return None, because every problem is supported."""

@@ -139,7 +139,7 @@ def _rope_write(args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools
 
 
 def _advance_rows(step: StateStep) -> tuple[jax.Array, jax.Array]:
-    """Run a step of one token per row, see `paged_jax.kernels.recurrent.advance_rows`."""
+    """Run a step of one token per row, see `paged_jax.kernels.xla.recurrent.advance_rows`."""
     states = take_states(step.rows, state_shape(step))
     if isinstance(step, ConvolutionStep):
         out, new = _convolve(step, states)
