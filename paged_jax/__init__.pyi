@@ -35,8 +35,8 @@ from .rollouts import JoinedSequences as JoinedSequences
 from .rollouts import Rollout as Rollout
 from .rollouts import rollout as rollout
 from .sampling.params import SamplingParams as SamplingParams
-from .sampling.params import StructuredOutputError as StructuredOutputError
-from .sampling.params import StructuredOutputsParams as StructuredOutputsParams
+from .sampling.structured_outputs import StructuredOutputError as StructuredOutputError
+from .sampling.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 from .scheduler.outputs import CompletionOutput as CompletionOutput
 from .scheduler.outputs import EngineStats as EngineStats
 from .scheduler.outputs import Explanation as Explanation

@@ -8,7 +8,7 @@ import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeGuard, TypeVar
 
@@ -69,6 +69,11 @@ def is_real(value: object) -> TypeGuard[float]:
         return math.isfinite(value)
     except OverflowError:  # the value is an integer or a fraction that is too large for a float
         return False
+
+
+def is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
+    """Return whether a value is a sequence, but no text and no bytes."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def check_positive(function: str, **sizes: object) -> None:

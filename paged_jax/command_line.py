@@ -16,11 +16,11 @@ import jax
 from paged_jax import __version__, distributed
 from paged_jax.arguments import advise, suggest
 from paged_jax.engine.config import VLLM_NAMES, OptionSpec, option_specs
-from paged_jax.engine.pool_size import GPU_SHARE
 from paged_jax.models.hub import find_model
 from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.monitoring import Status
+from paged_jax.runner.devices import GPU_SHARE
 from paged_jax.user_cache import keep_compiled_programs
 
 # Exceptions that are reported in one line instead of a traceback: the arguments, the files or the

@@ -26,7 +26,8 @@ from paged_jax.formatting import LINE_ENDS, format_bytes
 from paged_jax.llm import LLM
 from paged_jax.models.layer_groups import LayerGroup
 from paged_jax.monitoring import Status, check_profile_folder, profiled
-from paged_jax.sampling.params import NUMBERS, SamplingParams
+from paged_jax.sampling.numeric_params import NUMBERS
+from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.outputs import RequestOutput
 
 _MAX_NUM_SEQS = 16

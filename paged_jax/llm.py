@@ -17,7 +17,8 @@ from paged_jax.engine.request_factory import Prompt, list_prompts
 from paged_jax.engine.transfers import allow_host_transfers
 from paged_jax.monitoring import Status
 from paged_jax.rollouts import Prompts, Rollout, read_prompts
-from paged_jax.sampling.params import SamplingParams, StructuredOutputError
+from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.structured_outputs import StructuredOutputError
 from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.scheduler.request import Request
 from paged_jax.scheduler.request import Sequence as SampleSequence

@@ -22,6 +22,7 @@ from paged_jax.command_line import (
     take_gpu_memory,
 )
 from paged_jax.engine.config import option_specs
+from paged_jax.engine.device_memory import device_memory
 from paged_jax.engine.footprint import GroupFootprint
 from paged_jax.engine.memory_plan import (
     DEVICES,
@@ -31,10 +32,10 @@ from paged_jax.engine.memory_plan import (
     make_plan,
     step_bound,
 )
-from paged_jax.engine.pool_size import GPU_SHARE, device_memory
 from paged_jax.formatting import format_bytes
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.loading.pretrained import read_config, read_formats
+from paged_jax.runner.devices import server_memory_share
 
 # Engine options that affect how much memory the engine needs.
 _OPTIONS = [each for each in option_specs() if each.decides_memory]
@@ -155,8 +156,8 @@ def _from_arguments(args: argparse.Namespace, device: DeviceSpec | None) -> Memo
     is_this_machine = args.memory is None and device is None
     memory_bytes = _memory(device) if args.memory is None else args.memory
     platform = args.platform or (jax.default_backend() if device is None else device.platform)
-    # JAX reports its share of this machine's device.
-    share = GPU_SHARE if platform == "gpu" and not is_this_machine else 1.0
+    # This machine's device reports only the share of its memory that JAX takes.
+    share = 1.0 if is_this_machine else server_memory_share(platform)
     kept |= {"num_devices": num_devices, "platform": platform}
     formats = read_formats(Decoder, folder, config, **kept)
     return make_plan(

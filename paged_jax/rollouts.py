@@ -30,10 +30,11 @@ from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.step_arrays import check_token_ids
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import decode_steps
-from paged_jax.sampling.filters import Constraints
-from paged_jax.sampling.params import NO_BIAS, NUMBERS, TokenBias
+from paged_jax.sampling.constraints import Constraints
+from paged_jax.sampling.numeric_params import NUMBERS
 from paged_jax.sampling.sample import Draws
 from paged_jax.sampling.state import SlotSampling, to_device_values
+from paged_jax.sampling.token_bias import NO_BIAS, TokenBias
 
 # Token ids of rows: an integer array, padded at the end of each row, or a list for each row.
 Prompts = ArrayLike | Sequence[Sequence[int]]

@@ -36,7 +36,7 @@ from paged_jax.models.text.generation_config import GenerationConfig
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.programs import BeamTokens, Scores
-from paged_jax.sampling.filters import Constraints
+from paged_jax.sampling.constraints import Constraints
 from paged_jax.sampling.sample import Draws
 from paged_jax.sampling.state import SlotSampling
 from paged_jax.server import Settings

@@ -8,11 +8,11 @@ import pytest
 
 import paged_jax
 from paged_jax import generate
-from paged_jax.engine import pool_size
+from paged_jax.engine import core, pool_size
+from paged_jax.engine.device_memory import DeviceMemory, host_memory
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.footprint import block_bytes, record_bytes, weight_bytes
 from paged_jax.engine.memory_plan import make_plan
-from paged_jax.engine.pool_size import DeviceMemory
 from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.plan import main
@@ -59,7 +59,7 @@ EXPERTS = LlamaConfig(
 
 
 def set_memory(monkeypatch, total: int, in_use: int = 0) -> None:
-    monkeypatch.setattr(pool_size, "device_memory", lambda device: DeviceMemory(total, in_use))
+    monkeypatch.setattr(core, "device_memory", lambda device: DeviceMemory(total, in_use))
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -93,8 +93,8 @@ def test_plan_equals_the_memory_of_an_engine(model, kv_dtype) -> None:
 _ON_EACH_DEVICE = """
 import jax
 from paged_jax import Engine
-from paged_jax.engine import pool_size
-from paged_jax.engine.pool_size import DeviceMemory
+from paged_jax.engine import core
+from paged_jax.engine.device_memory import DeviceMemory
 from paged_jax.engine.footprint import record_bytes
 from paged_jax.engine.memory_plan import make_plan
 from tests.support.tensor_parallel import make_model
@@ -108,7 +108,7 @@ for num_devices, kv_dtype in ((2, "auto"), (4, "int8"), (8, "auto")):
     sizes = {"block_size": 4, "kv_dtype": kv_dtype, "tensor_parallel_size": num_devices}
     footprint = make_plan(model.config, 1 << 30, "cpu", **sizes).footprint
     memory = footprint.fixed + 100 * (footprint.block + footprint.block_overhead)
-    pool_size.device_memory = lambda device: DeviceMemory(memory, 0)
+    core.device_memory = lambda device: DeviceMemory(memory, 0)
     engine = Engine(model, memory_fraction=1, **sizes)
     assert engine.num_blocks == 100
     for device in jax.devices()[:num_devices]:
@@ -289,7 +289,7 @@ def test_generate_passes_the_memory_fraction(capsys) -> None:
 
 
 def test_memory_fraction_needs_a_device_that_reports_its_memory(monkeypatch) -> None:
-    monkeypatch.setattr(pool_size, "device_memory", lambda device: None)
+    monkeypatch.setattr(core, "device_memory", lambda device: None)
     with pytest.raises(ValueError, match="does not report its memory"):
         Engine(random_llama(CONFIG), memory_fraction=0.5)
 
@@ -337,40 +337,6 @@ def test_gpus_keep_a_part_of_the_memory_of_the_planned_device(capsys) -> None:
 
 
 # Host memory
-
-
-@pytest.mark.parametrize(
-    "own, limits",
-    [
-        ("0::/app/worker\n", {"app/memory.max": "4096", "app/worker/memory.max": "max"}),
-        ("0::/\n", {"memory.max": "4096"}),
-        (
-            "8:memory:/app\n3:cpuset:/\n0::/\n",
-            {
-                "memory/app/memory.limit_in_bytes": "4096",
-                "memory/memory.limit_in_bytes": "9223372036854771712",
-                "cpuset/memory.limit_in_bytes": "1",
-            },
-        ),
-    ],
-    ids=["version 2", "version 2 in a namespace", "version 1"],
-)
-def test_host_memory_is_limited_by_the_container(monkeypatch, tmp_path, own, limits) -> None:
-    (tmp_path / "own").write_text(own)
-    for name, limit in limits.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(limit + "\n")
-    monkeypatch.setattr(pool_size, "_OWN_CGROUPS", tmp_path / "own")
-    monkeypatch.setattr(pool_size, "_CGROUPS", tmp_path)
-    assert pool_size.host_memory() == 4096
-    assert pool_size.device_memory(jax.devices("cpu")[0]) == DeviceMemory(4096, 0)
-
-
-def test_host_memory_without_a_container_is_the_memory_of_the_machine(
-    monkeypatch, tmp_path
-) -> None:
-    monkeypatch.setattr(pool_size, "_OWN_CGROUPS", tmp_path / "none")
-    assert (pool_size.host_memory() or 0) > 1 << 28
 
 
 # The command line
@@ -466,7 +432,7 @@ def test_main_suggests_flags(capsys) -> None:
 def test_main_plans_for_this_machine(capsys) -> None:
     status, out, _ = run(capsys, "--memory-fraction", "0.5", "--json")
     assert status == 0
-    assert json.loads(out)["memory_bytes"] == (pool_size.host_memory() or 0) // 2
+    assert json.loads(out)["memory_bytes"] == (host_memory() or 0) // 2
 
 
 def test_main_reports_in_a_line_that_the_model_does_not_fit(capsys, llama_8b) -> None:

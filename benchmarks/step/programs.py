@@ -22,7 +22,8 @@ from benchmarks.step.cases import BLOCK_SIZE, MAX_MODEL_LEN, Case
 from paged_jax.cache import paged_cache
 from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.engine import footprint
-from paged_jax.engine.pool_size import choose_pool_size, device_memory, resolve_kv_dtype
+from paged_jax.engine.device_memory import device_memory
+from paged_jax.engine.pool_size import choose_pool_size, resolve_kv_dtype
 from paged_jax.kernels import norm_rope, triton
 from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.models.decoder import Decoder
@@ -33,7 +34,8 @@ from paged_jax.runner.executor import Executor
 from paged_jax.runner.programs import Call, Program, ProgramKey, list_programs
 from paged_jax.runner.sizes import Sizes
 from paged_jax.runner.weights import Weights
-from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
+from paged_jax.sampling.numeric_params import MAX_LOGPROBS
+from paged_jax.sampling.params import SamplingParams
 from paged_jax.sampling.state import Assignment
 
 ENGINE = "engine"

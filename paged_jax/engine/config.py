@@ -26,6 +26,7 @@ from paged_jax.models.config import ModelConfig
 from paged_jax.models.loading.parameters import DTYPES
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.text.tokenizer import Tokenizer
+from paged_jax.runner.devices import gains_from_cascade
 from paged_jax.runner.sizes import TILE, Sizes
 from paged_jax.scheduler.scheduler import Preemption
 
@@ -407,7 +408,8 @@ class EngineConfig:
         if self.numerics == "exact":
             return False
         if self.cascade_attention is None:
-            return platform == "cpu" and self.enable_prefix_caching and not has_window
+            is_faster = gains_from_cascade(platform) and self.enable_prefix_caching
+            return is_faster and not has_window
         return self.cascade_attention
 
 

@@ -23,15 +23,16 @@ import jax
 
 from paged_jax.arguments import ArgumentError
 from paged_jax.cache.blocks.state_tables import state_interval
-from paged_jax.engine import pool_size
 from paged_jax.engine.block_meter import BlockMeter, GroupUse
 from paged_jax.engine.change_guard import ChangeGuard
 from paged_jax.engine.config import EngineConfig
+from paged_jax.engine.device_memory import device_memory
 from paged_jax.engine.drafts import Drafter
 from paged_jax.engine.footprint import Footprint, footprint
 from paged_jax.engine.loaded_model import LoadedModel
 from paged_jax.engine.mask_clock import MaskClock
-from paged_jax.engine.pool_size import resolve_kv_dtype
+from paged_jax.engine.numerics import layer_backend
+from paged_jax.engine.pool_size import PoolSize, choose_pool_size, resolve_kv_dtype
 from paged_jax.engine.postprocess import Postprocessor
 from paged_jax.engine.request_factory import RequestFactory
 from paged_jax.engine.request_table import RequestTable
@@ -40,8 +41,6 @@ from paged_jax.engine.step_clock import StepClock
 from paged_jax.engine.transfers import allow_host_transfers
 from paged_jax.engine.weight_swap import NewWeights, WeightSwap
 from paged_jax.kernels import check_backend_runs_on
-from paged_jax.kernels.dispatch import int8_backend
-from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.text.grammar import GrammarCompiler
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.executor import Executor, QueuedResult
@@ -134,9 +133,9 @@ class EngineCore:
             platform=device.platform,
             shard=weights.device_config,
         )
-        pool = pool_size.choose_pool_size(
+        pool = choose_pool_size(
             device.platform,
-            pool_size.device_memory(device),
+            device_memory(device),
             sizes,
             memory,
             num_blocks=options.num_blocks,
@@ -144,7 +143,7 @@ class EngineCore:
         )
         channel = channel_between(weights.arrays[0].devices())
         if channel is not None and (least := least_of_processes(pool.num_blocks)) < pool.num_blocks:
-            pool = pool_size.PoolSize(least, "the limit of another process")
+            pool = PoolSize(least, "the limit of another process")
         make = Executor
         if channel is not None and jax.process_index() == 0:
             make = functools.partial(LeadingExecutor, channel=channel)
@@ -154,7 +153,7 @@ class EngineCore:
             pool.num_blocks,
             cache_dtype=cache_dtype,
             cascade=options.uses_cascade(loaded.config, device.platform),
-            backend=_layer_backend(options, model, device.platform),
+            backend=layer_backend(options, model, device.platform),
             on_compile=options.on_compile,
             first_programs=first_programs,
         )
@@ -469,25 +468,6 @@ def _preemption_mode(options: EngineConfig, *, is_over_processes: bool) -> Preem
             "preemption",
         )
     return "recompute"
-
-
-def _layer_backend(options: EngineConfig, model: PagedModel, platform: str) -> str | None:
-    """Return the name of the kernel backend that the layers of the model use.
-
-    It is ``options.backend``, or ``"cpu_int8"`` if ``options.int8_activations`` is True.
-
-    Raises:
-      ValueError: int8 activations are not possible with the backend, the device or the model.
-    """
-    if not options.int8_activations:
-        return options.backend
-    if options.backend not in (None, "cpu"):
-        reason = f"with the backend {options.backend!r}"
-    elif platform != "cpu":
-        reason = f"on a device of {platform}"
-    elif (reason := int8_backend().unavailable_for(model.matrix_formats.codes)) is None:
-        return "cpu_int8"
-    raise ArgumentError("Engine", f"must be False {reason}, got True.", "int8_activations")
 
 
 def _is_scored(sequence: Sequence) -> bool:

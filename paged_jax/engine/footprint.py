@@ -76,8 +76,9 @@ from paged_jax.models.layer_groups import LayerGroup, StateShape
 from paged_jax.models.loading.parameters import ModelSpec
 from paged_jax.models.matrix_formats import MatrixFormats
 from paged_jax.models.tensor_parallel import DeviceShard
+from paged_jax.runner.devices import copies_expert_weights, keeps_layer_outputs
 from paged_jax.runner.sizes import Sizes
-from paged_jax.sampling.filters import Constraints
+from paged_jax.sampling.constraints import Constraints
 from paged_jax.sampling.state import SlotSampling
 
 # Assumed bytes of the tiles of K and V that attention reads from the pool. They are the 4 MiB in
@@ -491,9 +492,15 @@ def _activation_bytes(config: ModelConfig, platform: str, num_tokens: int) -> in
     per_layer = max(
         part.num_features(config.hidden_size) for spec in {*config.layers} for part in spec.walk()
     )
-    num_residuals = config.num_hidden_layers + 1 if platform == "cpu" else _RESIDUALS
+    num_residuals = _RESIDUALS
+    if keeps_layer_outputs(platform):
+        num_residuals = config.num_hidden_layers + 1
     activations = 4 * num_tokens * (per_layer + num_residuals * config.hidden_size)
-    return activations + _TILE_BYTES + (_expert_bytes(config) if platform == "cpu" else 0)
+    return (
+        activations
+        + _TILE_BYTES
+        + (_expert_bytes(config) if copies_expert_weights(platform) else 0)
+    )
 
 
 def _expert_bytes(config: ModelConfig) -> int:

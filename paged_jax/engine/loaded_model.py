@@ -10,9 +10,8 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from paged_jax.arguments import ArgumentError
 from paged_jax.engine.config import EngineConfig
-from paged_jax.engine.pool_size import resolve_kv_dtype
+from paged_jax.engine.numerics import apply_numerics
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.gguf_file import GgufFile, is_gguf
@@ -23,7 +22,7 @@ from paged_jax.models.tensor_parallel import TensorParallel
 from paged_jax.models.text.generation_config import GenerationConfig
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.runner.weights import Weights
-from paged_jax.sampling.params import TokenBias
+from paged_jax.sampling.token_bias import TokenBias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +127,7 @@ def load_weights(options: EngineConfig) -> Weights:
             )
         parallel = None if mesh is None else TensorParallel.create("Engine", mesh, model.config)
         return Weights(
-            _with_numerics(options, model), parallel, check_replicas=options.check_replicas
+            apply_numerics(options, model), parallel, check_replicas=options.check_replicas
         )
     folder = bundled_folder() if model is None else Path(model)
     given: Any = {
@@ -143,23 +142,13 @@ def load_weights(options: EngineConfig) -> Weights:
             # layer out of the stack.
             given["scan_layers"] = None if backend in (None, "cpu") else False
         placed = from_pretrained(Decoder, model, backend=backend, **given)
-        return Weights(_with_numerics(options, placed))
+        return Weights(apply_numerics(options, placed))
     parallel = TensorParallel.create("Engine", mesh, read_config(folder))
     placed = Decoder.from_pretrained(folder, sharding=parallel.model_sharding, **given)
     # Use the config of the loaded model, because its dtype is the dtype of the loaded weights.
     parallel = dataclasses.replace(parallel, config=placed.config)
-    placed = _with_numerics(options, placed)
+    placed = apply_numerics(options, placed)
     return Weights(placed, parallel, check_replicas=options.check_replicas)
-
-
-def _with_numerics(options: EngineConfig, model: PagedModel) -> PagedModel:
-    """Return the model with the engine's numerics and the dtype of its cache."""
-    [platform] = {device.platform for device in jax.tree.leaves(nnx.state(model))[0].devices()}
-    dtype = resolve_kv_dtype(options.kv_dtype, model.float_dtype, platform)
-    try:
-        return model.with_numerics(options.numerics, dtype, options.backend)
-    except ArgumentError as error:
-        raise ArgumentError("Engine", error.problem, error.field) from None
 
 
 def find_mesh(mesh: Mesh | None, tensor_parallel_size: int) -> Mesh | None:

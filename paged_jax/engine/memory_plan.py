@@ -41,6 +41,7 @@ from paged_jax.engine.config import (
     check_options,
     option_specs,
 )
+from paged_jax.engine.device_memory import DeviceMemory
 from paged_jax.engine.footprint import (
     Footprint,
     footprint,
@@ -48,12 +49,7 @@ from paged_jax.engine.footprint import (
     weight_bytes,
     weight_layout,
 )
-from paged_jax.engine.pool_size import (
-    DeviceMemory,
-    PoolSize,
-    choose_pool_size,
-    resolve_kv_dtype,
-)
+from paged_jax.engine.pool_size import PoolSize, choose_pool_size, resolve_kv_dtype
 from paged_jax.models.codecs.dtype_formats import float_type
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.loading.parameters import resolve_dtype
@@ -215,8 +211,8 @@ def make_plan(
         option `dtype` determines them.
       memory_fraction: the option of the engine. With None, the plan shows what fits in all of the
         memory, and the pool that an engine allocates without this option.
-      share: fraction of the memory that JAX takes in the engine's process, see `GPU_SHARE`. It
-        counts only if `memory_fraction` is None.
+      share: fraction of the memory that JAX takes in the engine's process, see
+        `server_memory_share`. It counts only if `memory_fraction` is None.
       **options: fields of `EngineConfig` on which the memory of an engine depends.
 
     Raises:

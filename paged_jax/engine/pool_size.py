@@ -1,27 +1,23 @@
-"""Functions that choose the dtype and size of an engine's pools, and query device memory."""
+"""Choice of the number of blocks in an engine's pool, and of the dtype of K and V."""
 
-import os
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jax.typing import DTypeLike
 
+from paged_jax.engine.device_memory import DeviceMemory
 from paged_jax.engine.footprint import Footprint
 from paged_jax.formatting import format_bytes
 from paged_jax.kernels.kv_dtypes import KV_DTYPES
 from paged_jax.kernels.rows import default_kv_dtype
+from paged_jax.runner.devices import uses_host_memory
 from paged_jax.runner.sizes import Sizes
 
-_OWN_CGROUPS, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 # Maximum bytes of memory for K and V on CPUs, and on devices that do not report their memory.
 DEFAULT_CACHE_BYTES = 1 << 30
 # Fraction of the free memory that is used for K and V, after the weights are loaded. The rest is
 # for the temporary memory of steps.
 CACHE_FRACTION = 0.85
-# Fraction of a GPU's memory that JAX takes in a server, which needs the GPU for itself. The rest is
-# for CUDA and its libraries. JAX's own default is 0.75, see `command_line.take_gpu_memory`.
-GPU_SHARE = 0.9
 # The rule of `choose_pool_size` without options, for the help of the command lines.
 DEFAULT_RULE = (
     f"as many as the slots can use, in at most {CACHE_FRACTION:.0%} of the memory that is free "
@@ -60,7 +56,7 @@ class PoolSize(NamedTuple):
 
 def choose_pool_size(
     platform: str,
-    memory: "DeviceMemory | None",
+    memory: DeviceMemory | None,
     sizes: Sizes,
     footprint: Footprint,
     *,
@@ -95,21 +91,21 @@ def choose_pool_size(
 
 
 def _fill_default(
-    platform: str, memory: "DeviceMemory | None", sizes: Sizes, footprint: Footprint
+    platform: str, memory: DeviceMemory | None, sizes: Sizes, footprint: Footprint
 ) -> PoolSize:
     """Return the pool without the options `num_blocks` and `memory_fraction`."""
-    is_cpu = platform == "cpu"
+    is_on_host = uses_host_memory(platform)
     free = None
     if memory is not None:
         # The memory that is in use on a CPU is unknown, but the weights are loaded.
-        in_use = max(memory.in_use, footprint.weights) if is_cpu else memory.in_use
+        in_use = max(memory.in_use, footprint.weights) if is_on_host else memory.in_use
         free = int(CACHE_FRACTION * (memory.total - in_use))
-    if free is not None and not (is_cpu and free > DEFAULT_CACHE_BYTES):
+    if free is not None and not (is_on_host and free > DEFAULT_CACHE_BYTES):
         budget = free
         limit = f"{CACHE_FRACTION:.0%} of the memory that is free after loading the weights"
     else:
         budget = DEFAULT_CACHE_BYTES
-        where = "on CPUs" if is_cpu else "on devices that do not report their memory"
+        where = "on CPUs" if is_on_host else "on devices that do not report their memory"
         options = "num_blocks" if memory is None else "num_blocks or memory_fraction"
         limit = f"{format_bytes(budget)}, the default {where}; set {options} to change it"
     num_blocks = footprint.num_fitting(budget - footprint.recurrent)
@@ -124,7 +120,7 @@ def _fill_default(
 
 
 def _fill_fraction(
-    memory: "DeviceMemory | None", footprint: Footprint, memory_fraction: float
+    memory: DeviceMemory | None, footprint: Footprint, memory_fraction: float
 ) -> PoolSize:
     """Return the pool that lets an engine use `memory_fraction` of the memory."""
     if memory is None:
@@ -141,78 +137,15 @@ def _fill_fraction(
 
 
 def _check_host_holds(
-    platform: str, memory: "DeviceMemory | None", footprint: Footprint, num_blocks: int
+    platform: str, memory: DeviceMemory | None, footprint: Footprint, num_blocks: int
 ) -> None:
     """Check that the pools fit in host memory if the device is a CPU.
 
     Without this check, the operating system would kill the process when the pools are filled.
     """
     num_bytes = footprint.pool_bytes(num_blocks) + footprint.recurrent
-    if platform == "cpu" and memory is not None and num_bytes > memory.total:
+    if uses_host_memory(platform) and memory is not None and num_bytes > memory.total:
         raise ValueError(
             f"Engine: num_blocks must fit the host memory of {memory.total} bytes, got "
             f"{num_blocks} blocks, which take {num_bytes} bytes. Use a smaller num_blocks."
         )
-
-
-class DeviceMemory(NamedTuple):
-    """Size and use of a device's memory.
-
-    Attributes:
-      total: bytes of memory.
-      in_use: bytes in use; 0 if they are unknown.
-    """
-
-    total: int
-    in_use: int
-
-
-def device_memory(device: Any) -> DeviceMemory | None:
-    """Return the memory of a `jax.Device`; None if the device does not report it.
-
-    For a CPU device, it is the host memory that this process may use.
-    """
-    statistics = device.memory_stats()
-    if statistics and "bytes_limit" in statistics:
-        return DeviceMemory(statistics["bytes_limit"], statistics["bytes_in_use"])
-    total = host_memory() if device.platform == "cpu" else None
-    return None if total is None else DeviceMemory(total, 0)
-
-
-def host_memory() -> int | None:
-    """Return the bytes of memory that this process may use; None if they are unknown.
-
-    This is the physical memory, or the limit of the container if it is lower.
-    """
-    if not hasattr(os, "sysconf"):
-        return None
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([physical, *_cgroup_limits()])
-
-
-def _cgroup_limits() -> list[int]:
-    """Return the memory limits in bytes of the process's control groups and their parents."""
-    try:
-        lines = _OWN_CGROUPS.read_text().splitlines()
-    except OSError:
-        return []
-    limits = []
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        root, name = _CGROUPS, "memory.max"
-        # In version 2 of Linux control groups, the line names no controllers. Version 1 names
-        # them, and stores the limit in another file.
-        if controllers:
-            root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
-        path = root / group.lstrip("/")
-        limits += [_read_limit(folder / name) for folder in (path, *path.parents)]
-    return [limit for limit in limits if limit is not None]
-
-
-def _read_limit(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # There is no such file, or it contains "max".
-        return None

@@ -16,7 +16,7 @@ from paged_jax.models.config import ModelConfig
 from paged_jax.models.paged_model import create_cache
 from paged_jax.runner.compiler import jit_for
 from paged_jax.runner.sizes import Sizes, no_slots
-from paged_jax.sampling.filters import NEVER, Constraints
+from paged_jax.sampling.constraints import NEVER, Constraints
 from paged_jax.sampling.state import (
     Assignment,
     SlotSampling,

@@ -35,7 +35,7 @@ from paged_jax.models.batch_places import PlannedPlaces
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.step_arrays import check_distinct_slots
 from paged_jax.runner.decode_state import DecodeState
-from paged_jax.sampling.filters import Constraints
+from paged_jax.sampling.constraints import Constraints
 from paged_jax.sampling.sample import Draws, rows_of, sample
 from paged_jax.sampling.state import SlotSampling
 

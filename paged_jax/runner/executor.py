@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import ctypes
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -13,8 +12,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from paged_jax.runner import decode_state
+from paged_jax.runner.call_thread import CallThread
 from paged_jax.runner.compiler import jit_for
 from paged_jax.runner.decode_state import DecodeState, TokenMasks, empty_state
+from paged_jax.runner.devices import compiles_on_device, waits_for_loops
+from paged_jax.runner.freed_memory import give_back_freed_memory
 from paged_jax.runner.programs import (
     Call,
     ProgramKey,
@@ -26,7 +28,8 @@ from paged_jax.runner.programs import (
 from paged_jax.runner.sizes import Sizes
 from paged_jax.runner.stored_programs import FirstPrograms, StoredPrograms
 from paged_jax.runner.weights import Division, ReplicaError, Weights
-from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
+from paged_jax.sampling.numeric_params import MAX_LOGPROBS
+from paged_jax.sampling.params import SamplingParams
 from paged_jax.sampling.state import Assignment
 
 _ASSIGNMENT = "choice of tokens"
@@ -124,11 +127,10 @@ class Executor:
         self.wait_seconds = 0.0
         self._state: DecodeState | None = None
         self.is_asleep = False
-        self.calls_wait = self._device.platform == "gpu"
-        # When XLA compiles for GPUs, it measures matrix multiplications on copies of their
-        # operands. To have memory for these copies, programs are compiled before the pool is
+        self.calls_wait = waits_for_loops(self._device.platform)
+        # If XLA needs memory of the device to compile, programs are compiled before the pool is
         # allocated.
-        self._compiles_without_state = self._device.platform == "gpu"
+        self._compiles_without_state = compiles_on_device(self._device.platform)
         self._call_thread = CallThread()
         # Future of the calls that the `CallThread` makes for the most recent `queue_ahead`; None if
         # they are known to have returned.
@@ -423,77 +425,3 @@ def require_blocks(*oks: Any) -> None:
             "Executor: queued programs must have enough free blocks, but there were too few. This "
             "is a bug in the scheduler. No request is lost."
         )
-
-
-class CallThread(concurrent.futures.ThreadPoolExecutor):
-    """Thread that calls functions in the order of submission, until this object is deleted.
-
-    Usually, JAX queues a program and the call returns immediately. On GPUs, the call of a program
-    with a data-dependent loop returns only after the loop, because the host fetches the loop
-    condition after each iteration. This thread makes such calls, so that the main thread can go on.
-
-    Example:
-      >>> thread = CallThread()
-      >>> thread.submit(lambda: 1 + 1).result()
-      2
-    """
-
-    def __init__(self) -> None:
-        super().__init__(1, "paged_jax caller")
-
-    def submit(self, fn: Any, /, *args: Any, **options: Any) -> concurrent.futures.Future[Any]:
-        """Call `fn` after all earlier calls, with the JAX settings of the submitting thread."""
-        settings = _settings()
-
-        def call() -> Any:
-            with _with_settings(settings):
-                return fn(*args, **options)
-
-        return super().submit(call)
-
-
-# Maps names of JAX settings to the context managers that change them. Each thread has its own
-# values of these settings. Only settings that affect calls are listed: if their values in the
-# `CallThread` and in the main thread differed, JAX would compile programs again, compute other
-# results, or refuse transfers.
-_CONTEXTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
-    "jax_default_matmul_precision": jax.default_matmul_precision,
-    "jax_enable_x64": jax.enable_x64,
-    "jax_transfer_guard_host_to_device": jax.transfer_guard_host_to_device,
-    "jax_transfer_guard_device_to_host": jax.transfer_guard_device_to_host,
-}
-
-
-def _settings() -> dict[str, Any]:
-    """Return the JAX settings of this thread."""
-    return {name: getattr(jax.config, name) for name in _CONTEXTS}
-
-
-@contextlib.contextmanager
-def _with_settings(settings: dict[str, Any]) -> Iterator[None]:
-    """Return a context manager that applies `settings` to this thread."""
-    with contextlib.ExitStack() as stack:
-        for name, own in _settings().items():
-            if settings[name] != own:
-                stack.enter_context(_CONTEXTS[name](settings[name]))
-        yield
-
-
-def give_back_freed_memory() -> None:
-    """Return freed memory to the operating system, if the C library is glibc.
-
-    XLA needs hundreds of MB to compile a program of a model, and frees them in small pieces. glibc
-    keeps them in the process instead of returning them to the operating system: more than 200 MB
-    after two programs of a 135M model are compiled. The call takes a few ms.
-    """
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
-
-
-@functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    try:
-        return ctypes.CDLL(None).malloc_trim  # only glibc has it
-    except (AttributeError, OSError, TypeError):
-        return None

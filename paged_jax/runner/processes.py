@@ -29,8 +29,9 @@ from safetensors.numpy import load, save
 from paged_jax.runner.decode_state import TokenMasks
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.programs import Call
-from paged_jax.sampling.params import SamplingParams, TokenBias
+from paged_jax.sampling.params import SamplingParams
 from paged_jax.sampling.state import Assignment
+from paged_jax.sampling.token_bias import TokenBias
 
 # Number of messages per folder of the key-value store. A folder is deleted when all processes have
 # received its messages.

@@ -24,8 +24,8 @@ from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.executor import Executor, QueuedResult, require_blocks
 from paged_jax.runner.programs import BeamTokens, Call, Scores
 from paged_jax.runner.sizes import PUBLISH_WIDTH, no_slots, pack, row_bucket
-from paged_jax.sampling.params import NO_BIAS, TokenBias
 from paged_jax.sampling.state import Assignment
+from paged_jax.sampling.token_bias import NO_BIAS, TokenBias
 from paged_jax.scheduler.block_budget import num_swapped_blocks
 from paged_jax.scheduler.request import Sequence
 from paged_jax.scheduler.step_plan import StepPlan

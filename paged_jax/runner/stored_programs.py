@@ -47,6 +47,7 @@ from paged_jax.kernels.dispatch import cpu_backend
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner.compiler import compiler_options
 from paged_jax.runner.decode_state import DecodeState
+from paged_jax.runner.devices import can_store_executables
 from paged_jax.runner.programs import Call, ProgramKey
 
 _logger = logging.getLogger(__name__)
@@ -80,7 +81,8 @@ class FirstPrograms:
         self._reading: dict[str, concurrent.futures.Future[Any]] = {}
         folder = user_cache.folder_beside_programs("executables")
         starts = user_cache.folder_beside_programs("starts")
-        if folder is None or starts is None or jax.default_backend() != "cpu" or _source() is None:
+        is_possible = can_store_executables(jax.default_backend()) and _source() is not None
+        if folder is None or starts is None or not is_possible:
             return
         device = jax.local_devices()[0]
         plain = [item for item in options.items() if isinstance(item[1], _PLAIN)]
@@ -136,7 +138,7 @@ class StoredPrograms:
         modules |= set[str]().union(*(spec.modules for spec in getattr(model.config, "layers", ())))
         is_named = (
             program_key.division is None
-            and program_key.platform == "cpu"
+            and can_store_executables(program_key.platform)
             and all(module.startswith(("paged_jax.", "flax.")) for module in modules)
         )
         folder = user_cache.folder_beside_programs("executables") if is_named else None

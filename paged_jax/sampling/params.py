@@ -1,231 +1,20 @@
 # pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
-"""Sampling parameters of a request, and token biases of a model, without importing jax."""
+"""`SamplingParams`: the sampling parameters of a request, and the checks of their values.
+
+`numeric_params` has the bounds of the numbers. This module does not import jax.
+"""
 
 import dataclasses
-import json
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from paged_jax.arguments import ArgumentError, is_int, is_real, names_arguments
+from paged_jax.arguments import ArgumentError, is_int, is_real, is_sequence, names_arguments
 from paged_jax.formatting import short_repr
+from paged_jax.sampling.numeric_params import INTEGERS, NUMBERS
+from paged_jax.sampling.structured_outputs import StructuredOutputsParams
 
-MAX_LOGPROBS = 20
-"""Maximum value of `logprobs` and `prompt_logprobs`."""
-MAX_N = 2**14
-"""Maximum number of samples of a request, as in vLLM. All are created when a request arrives."""
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 16
 """Maximum number of token sequences of a request's bad words, and maximum tokens per sequence."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Number:
-    """Type, bounds and texts of a numeric parameter.
-
-    Attributes:
-      type: `int`, or `float`, which accepts integers.
-      bounds: bounds of the value. The keys are the names ge, gt, le and lt of functions in
-        `operator`: ``{"ge": 0}`` means value >= 0.
-      rule: the bounds in words, such as "be >= 0". An error message puts "must" before it.
-      advice: the last sentence of an error message, such as "Use 0 for greedy.".
-      help: the help text of the flag of ``python -m paged_jax.generate``; None for no flag.
-      is_recommended: whether ``generation_config.json`` may recommend a value.
-      is_optional: whether the value may be None.
-    """
-
-    type: type[int] | type[float]
-    bounds: Mapping[str, int]
-    rule: str
-    advice: str
-    help: str | None = None
-    is_recommended: bool = False
-    is_optional: bool = False
-
-    def allows(self, value: object) -> bool:
-        """Return whether `value` is a finite number of this type and within the bounds.
-
-        None is allowed if `is_optional`.
-        """
-        if value is None:
-            return self.is_optional
-        return (is_int if self.type is int else is_real)(value) and all(
-            getattr(operator, name)(value, bound) for name, bound in self.bounds.items()
-        )
-
-
-_PENALTY = Number(float, {"ge": -2, "le": 2}, "be in [-2, 2]", "Use 0.0 for none.")
-NUMBERS: Mapping[str, Number] = {
-    "temperature": Number(
-        float,
-        {"ge": 0},
-        "be finite and >= 0",
-        "Use 0 for greedy.",
-        help="divide the logits by X; 0 always chooses the most probable token; default: the "
-        "model's value",
-        is_recommended=True,
-    ),
-    "top_p": Number(
-        float,
-        {"gt": 0, "le": 1},
-        "be in (0, 1]",
-        "Use 1.0 to keep every token.",
-        help="sample from the most probable tokens whose probabilities add up to X",
-        is_recommended=True,
-    ),
-    # The device stores top_k as int32.
-    "top_k": Number(
-        int,
-        {"ge": -1, "lt": 2**31},
-        "be an integer >= -1 and < 2**31",
-        "Use 0 or -1 to keep every token.",
-        help="sample from the N most probable tokens",
-        is_recommended=True,
-    ),
-    "min_p": Number(
-        float,
-        {"ge": 0, "le": 1},
-        "be in [0, 1]",
-        "Use 0.0 to keep every token.",
-        help="drop tokens whose probability is below X times the highest probability",
-        is_recommended=True,
-    ),
-    "presence_penalty": dataclasses.replace(
-        _PENALTY, help="subtract X from the logits of tokens that were generated before"
-    ),
-    "frequency_penalty": dataclasses.replace(
-        _PENALTY, help="subtract X from the logit of a token for each time it was generated before"
-    ),
-    "repetition_penalty": Number(
-        float,
-        {"gt": 0},
-        "be finite and > 0",
-        "Use 1.0 for none.",
-        help="divide positive logits by X, and multiply negative logits by X, for tokens in the "
-        "prompt or the generated text",
-        is_recommended=True,
-    ),
-}
-"""Numeric parameters. Flags of command lines and fields of the server are made from this table."""
-
-_STRUCTURED = "StructuredOutputsParams"
-
-
-class StructuredOutputError(RuntimeError):
-    """Error if the grammar of structured outputs becomes too complex during generation."""
-
-
-@names_arguments
-@short_repr
-@dataclasses.dataclass(frozen=True)
-class StructuredOutputsParams:
-    """Constraint on a generated text, with vLLM's field names. Exactly one field must be set.
-
-    Attributes:
-      json: a JSON schema that the text must match, as text or as a dict; stored as text.
-      regex: a regular expression that the whole text must match, in the syntax of Rust's crate
-        `regex`.
-      choice: list of the allowed texts; stored as a tuple.
-      grammar: a grammar in llguidance's variant of Lark. The text must match its rule ``start``.
-      json_object: True if the text must be a JSON object, with any fields.
-
-    Raises:
-      ValueError: not exactly one field is set, or it has a wrong type. Schemas and grammars are
-        compiled later, see `Engine.add_request`.
-
-    Example:
-      >>> StructuredOutputsParams(choice=["yes", "no"]).choice
-      ('yes', 'no')
-      >>> StructuredOutputsParams(json={"type": "integer"}).json
-      '{"type": "integer"}'
-      >>> StructuredOutputsParams()
-      Traceback (most recent call last):
-      ...
-      paged_jax.arguments.ArgumentError: StructuredOutputsParams: exactly one of json, regex, ...
-    """
-
-    json: str | Mapping[str, Any] | None = None
-    regex: str | None = None
-    choice: Sequence[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-
-    def __post_init__(self) -> None:
-        given = [name for name, value in vars(self).items() if value not in (None, False)]
-        if len(given) != 1:
-            names = ", ".join(field.name for field in dataclasses.fields(self))
-            found = " and ".join(given) or "none"
-            raise ArgumentError(_STRUCTURED, f"exactly one of {names} must be given, got {found}.")
-        [name] = given
-        convert, rule = _FORMS[name]
-        value = convert(getattr(self, name))
-        if value is None:
-            problem = f"must {rule}, got {getattr(self, name)!r}."
-            raise ArgumentError(_STRUCTURED, problem, name)
-        object.__setattr__(self, name, value)
-
-
-def _schema(value: Any) -> str | None:
-    try:
-        # Do not sort the keys: properties are generated in the order of the schema's keys.
-        text = json.dumps(dict(cast(Any, value))) if isinstance(value, Mapping) else value
-        is_schema = isinstance(text, str) and isinstance(json.loads(text), dict)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ArgumentError(_STRUCTURED, f"must be JSON: {error}.", "json") from None
-    return text if is_schema else None
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
-
-
-def _texts(value: Any) -> tuple[str, ...] | None:
-    is_good = _is_sequence(value) and all(isinstance(text, str) and text for text in value)
-    return tuple(value) if is_good and value else None
-
-
-# Maps each field to a function and a rule. The function returns the value to store, or None for an
-# invalid value. An error message puts "must" before the rule.
-_FORMS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
-    "json": (_schema, "be a JSON schema, as a dict or as text"),
-    "regex": (_text, "be a non-empty text"),
-    "choice": (_texts, "be a list of one or more non-empty texts"),
-    "grammar": (_text, "be a non-empty text"),
-    "json_object": (lambda value: value is True or None, "be a bool"),
-}
-
-
-_LOGPROBS = Number(
-    int,
-    {"ge": 0, "le": MAX_LOGPROBS},
-    f"be an integer in [0, {MAX_LOGPROBS}] or None",
-    "Use None to report nothing.",
-    is_optional=True,
-)
-_INTEGERS: Mapping[str, Number] = {
-    "n": Number(
-        int,
-        {"ge": 1, "le": MAX_N},
-        f"be an integer in [1, {MAX_N}]",
-        "Send several requests for more.",
-    ),
-    "max_tokens": Number(
-        int,
-        {"ge": 0},
-        "be an integer >= 0 or None",
-        "Use None to generate up to the longest context.",
-        is_optional=True,
-    ),
-    "min_tokens": Number(int, {"ge": 0}, "be an integer >= 0", "Use 0 to allow an immediate stop."),
-    "seed": Number(
-        int,
-        {"ge": 0, "lt": 2**63},
-        "be an integer in [0, 2**63 - 1] or None",
-        "Use None for a seed picked by the engine.",
-        is_optional=True,
-    ),
-    "logprobs": _LOGPROBS,
-    "prompt_logprobs": _LOGPROBS,
-}
 _FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 
 
@@ -313,7 +102,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if is_int(self.seed) and self.seed == -1:  # as in vLLM
             object.__setattr__(self, "seed", None)
-        for name, number in (*NUMBERS.items(), *_INTEGERS.items()):
+        for name, number in (*NUMBERS.items(), *INTEGERS.items()):
             self._require(number.allows(getattr(self, name)), name, number.rule, number.advice)
         self._require(
             self.max_tokens != 0 or self.n == 1,
@@ -359,8 +148,7 @@ class SamplingParams:
     def _check_stop(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         self._require(
-            stop is None
-            or (_is_sequence(stop) and all(isinstance(text, str) and text for text in stop)),
+            stop is None or _are_texts(stop),
             "stop",
             "be a non-empty string or a sequence of them",
             "Use None for no stop string.",
@@ -374,7 +162,7 @@ class SamplingParams:
         )
         tokens = self.stop_token_ids
         self._require(
-            tokens is None or (_is_sequence(tokens) and all(_is_token_id(t) for t in tokens)),
+            tokens is None or (is_sequence(tokens) and all(_is_token_id(t) for t in tokens)),
             "stop_token_ids",
             "be a sequence of integers >= 0 and < 2**31",
             "Use None for no stop token.",
@@ -385,7 +173,7 @@ class SamplingParams:
         allowed, words = self.allowed_token_ids, self.bad_words
         self._require(
             allowed is None
-            or (_is_sequence(allowed) and len(allowed) > 0 and all(map(_is_token_id, allowed))),
+            or (is_sequence(allowed) and len(allowed) > 0 and all(map(_is_token_id, allowed))),
             "allowed_token_ids",
             "be a non-empty sequence of integers >= 0 and < 2**31",
             "Use None to allow every token.",
@@ -393,7 +181,7 @@ class SamplingParams:
         if allowed is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(allowed))
         self._require(
-            words is None or _texts(words) is not None or (_is_sequence(words) and not words),
+            words is None or _are_texts(words),
             "bad_words",
             "be a sequence of non-empty strings",
             "Use None for no words.",
@@ -412,52 +200,9 @@ class SamplingParams:
             raise ArgumentError("SamplingParams", problem, name)
 
 
+def _are_texts(value: object) -> bool:
+    return is_sequence(value) and all(isinstance(text, str) and text for text in value)
+
+
 def _is_token_id(value: Any) -> bool:
     return is_int(value) and 0 <= value < 2**31
-
-
-def _is_sequence(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
-
-
-class TokenBias(NamedTuple):
-    """Biases of a model, which are added to the logits of some tokens in every request.
-
-    Most come from the model's generation_config.json.
-
-    Attributes:
-      ids: ids of the biased tokens.
-      values: the bias of each token of `ids`; -inf means that it is never generated.
-      start_ids: ids of tokens that must not be the first generated token.
-
-    In the example, token 2 must not be the first generated token (index 0). It may be generated
-    later.
-
-    Example:
-      >>> bias = TokenBias(ids=(7, 4), values=(-float("inf"), 1.5), start_ids=(2,))
-      >>> bias.values_at(0), bias.values_at(1)
-      ((-inf, -inf, 1.5), (0.0, -inf, 1.5))
-    """
-
-    ids: tuple[int, ...] = ()
-    values: tuple[float, ...] = ()
-    start_ids: tuple[int, ...] = ()
-
-    @property
-    def all_ids(self) -> tuple[int, ...]:
-        """Ids of all biased tokens: `start_ids`, followed by `ids`."""
-        return self.start_ids + self.ids
-
-    @property
-    def suppresses_only(self) -> bool:
-        """Whether every bias is -inf."""
-        return all(value == -float("inf") for value in self.values)
-
-    def values_at(self, index: int) -> tuple[float, ...]:
-        """Return the biases of `all_ids` for the `index`-th generated token, counted from 0."""
-        at_start = -float("inf") if index == 0 else 0.0
-        return (at_start,) * len(self.start_ids) + self.values
-
-
-NO_BIAS = TokenBias()
-"""The bias of a model without recommended biases."""

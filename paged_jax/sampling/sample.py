@@ -6,9 +6,10 @@ batch, or on the number of decode steps in one program.
 
 The logits of each row are processed in the order of vLLM V1:
 
-    logit bias, exclusion of stop tokens before min_tokens -> penalties -> mask of a grammar
+    `penalties`: logit bias, exclusion of stop tokens before min_tokens -> penalties -> mask of a
+    grammar (`constraints`)
     -> with temperature 0: the token with the largest logit
-    -> otherwise: temperature, min_p, top_k and top_p, see `filter_logits` -> random draw
+    -> otherwise `filters`: temperature, min_p, top_k and top_p -> random draw
 
 **Ties.** If logits are equal, the token with the lower id counts as more probable. So top_k keeps
 exactly k tokens, top_p keeps the smallest set that reaches its mass, and ``top_k=1`` chooses the
@@ -33,8 +34,10 @@ from paged_jax.arguments import is_int
 from paged_jax.dims import bind
 from paged_jax.formatting import short_repr
 from paged_jax.kernels.linear import sum_rows
-from paged_jax.sampling import filters
-from paged_jax.sampling.filters import Constraints
+from paged_jax.sampling.conditions import apply_first
+from paged_jax.sampling.constraints import Constraints
+from paged_jax.sampling.filters import count_true, filter_logits
+from paged_jax.sampling.penalties import change_logits, next_recent_ids
 from paged_jax.sampling.state import SlotSampling, as_key, fold_in
 
 # Number of tokens in a group of `_categorical`. It is a multiple of every backend's vector width,
@@ -152,7 +155,7 @@ def sample(
         return jnp.where(active, tokens, 0)
 
     def choose(raw, tokens):
-        z = filters.change_logits(raw, is_changed, rows, positions, active, slots, constraints)
+        z = change_logits(raw, is_changed, rows, positions, active, slots, constraints)
         z = _finite_or_dropped(z)
         draw = functools.partial(_draw, z, rows, positions, is_drawn)
         tokens = force(_choose(z, tokens, is_changed, is_drawn, draw))
@@ -184,7 +187,7 @@ def sample(
     counted = jnp.where(active, slots, rows.output_counts.shape[0])
     counts = rows.output_counts.at[counted, tokens].add(1, mode="drop")
     draws = draws._replace(logprobs=logprobs)
-    recent_ids = filters.next_recent_ids(rows, tokens, positions, active)
+    recent_ids = next_recent_ids(rows, tokens, positions, active)
     return draws, dataclasses.replace(rows, output_counts=counts, recent_ids=recent_ids)
 
 
@@ -235,8 +238,8 @@ def _choose(
     def drawn(tokens: jax.Array) -> jax.Array:
         return jnp.where(is_drawn, draw(), tokens)
 
-    tokens = filters.apply_first([(jnp.any(is_changed), largest)], greedy)
-    return filters.apply_first([(jnp.any(is_drawn), drawn)], tokens)
+    tokens = apply_first([(jnp.any(is_changed), largest)], greedy)
+    return apply_first([(jnp.any(is_drawn), drawn)], tokens)
 
 
 def _unreported(tokens: jax.Array, num_top: int) -> Draws:
@@ -357,7 +360,7 @@ def ranks(logits: jax.Array, token_ids: jax.Array) -> jax.Array:
       >>> ranks(jnp.array([[0.2, 0.7, 0.1]]), jnp.array([0])).tolist()
       [2]
     """
-    return 1 + filters.count_true(logits > _at(logits, token_ids)[:, None])
+    return 1 + count_true(logits > _at(logits, token_ids)[:, None])
 
 
 def _finite_or_dropped(z: jax.Array) -> jax.Array:
@@ -389,7 +392,7 @@ def _draw(
     The tokens of rows where `is_drawn` is False are meaningless.
     """
     # For rows without a draw, use neutral parameters, so that no cut-offs are searched for them.
-    log_weights = filters.filter_logits(
+    log_weights = filter_logits(
         z,
         temperature=jnp.where(is_drawn, state.temperature, 1.0),
         min_p=jnp.where(is_drawn, state.min_p, 0.0),

@@ -11,13 +11,8 @@ import numpy as np
 
 from paged_jax.arguments import is_int
 from paged_jax.formatting import short_repr
-from paged_jax.sampling.params import (
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    NO_BIAS,
-    SamplingParams,
-    TokenBias,
-)
+from paged_jax.sampling.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
+from paged_jax.sampling.token_bias import NO_BIAS, TokenBias
 
 # Requests with a temperature below this value are greedy, as in vLLM. This also avoids divisions by
 # denormal numbers, which some backends flush to zero.

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from paged_jax.models.text.tool_reader import AnswerDelta
-from paged_jax.sampling.params import StructuredOutputsParams
+from paged_jax.sampling.structured_outputs import StructuredOutputsParams
 from paged_jax.server import bodies
 from paged_jax.server.answers import Answer, only_constraint
 from paged_jax.server.chats import Chat, num_chars

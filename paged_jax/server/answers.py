@@ -11,7 +11,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from paged_jax.arguments import ArgumentError
-from paged_jax.sampling.params import SamplingParams, StructuredOutputsParams
+from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.structured_outputs import StructuredOutputsParams
 from paged_jax.scheduler.explain import describe_preemption, describe_wait, name_request
 from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 from paged_jax.server import bodies, schemas

@@ -24,7 +24,7 @@ from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.models.text.tool_formats import Tool, ToolFormat
 from paged_jax.models.text.tool_grammars import tool_grammar
 from paged_jax.models.text.tool_reader import AnswerDelta
-from paged_jax.sampling.params import StructuredOutputsParams
+from paged_jax.sampling.structured_outputs import StructuredOutputsParams
 from paged_jax.scheduler.outputs import CompletionOutput
 from paged_jax.server import bodies
 from paged_jax.server.answers import SampleDelta

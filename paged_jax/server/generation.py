@@ -18,12 +18,10 @@ from paged_jax.async_engine import EngineClosedError
 from paged_jax.engine.beam_search import Beam, BeamChoice, BeamSearchParams, num_candidates
 from paged_jax.engine.sleep import EngineAsleepError
 from paged_jax.models.text.grammar import Grammar
-from paged_jax.sampling.params import (
-    MAX_LOGPROBS,
-    SamplingParams,
-    StructuredOutputsParams,
-    TokenBias,
-)
+from paged_jax.sampling.numeric_params import MAX_LOGPROBS
+from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.structured_outputs import StructuredOutputsParams
+from paged_jax.sampling.token_bias import TokenBias
 from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 from paged_jax.server import bodies
 from paged_jax.server.answers import Answer

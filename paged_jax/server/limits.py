@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from paged_jax.sampling.params import MAX_LOGPROBS, MAX_N
+from paged_jax.sampling.numeric_params import MAX_LOGPROBS, MAX_N
 from paged_jax.server.responses import ApiError
 
 # Upper bound of `Limits.max_prompts`. It is part of the schema of the body, so that parsing stops

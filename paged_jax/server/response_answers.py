@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from paged_jax.sampling.params import StructuredOutputsParams
+from paged_jax.sampling.structured_outputs import StructuredOutputsParams
 from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.server.answer_blocks import Block, BlockAnswer, BlockChange
 from paged_jax.server.answers import (

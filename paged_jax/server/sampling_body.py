@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from paged_jax.arguments import suggest
-from paged_jax.sampling.params import NUMBERS, Number
+from paged_jax.sampling.numeric_params import NUMBERS, Number
 
 T = TypeVar("T")
 

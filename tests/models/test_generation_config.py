@@ -7,7 +7,7 @@ import pytest
 
 from paged_jax import Tokenizer
 from paged_jax.models.text.generation_config import GenerationConfig
-from paged_jax.sampling.params import TokenBias
+from paged_jax.sampling.token_bias import TokenBias
 from tests.support.tiny_model import save_tiny_model
 
 INF = math.inf

@@ -210,10 +210,10 @@ DRAWN = (
     mutant(
         "one token too many is forced",
         "sampling",
-        "paged_jax.sampling.filters:Constraints.force",
+        "paged_jax.sampling.constraints:Constraints.force",
         "place < self.num_forced",
         "place <= self.num_forced",
-        "tests/sampling/test_filters.py",
+        "tests/sampling/test_constraints.py",
         "tests/runner/test_decoding.py",
         "tests/engine/test_structured.py",
     ),

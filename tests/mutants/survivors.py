@@ -285,10 +285,10 @@ SURVIVORS = (
     mutant(
         "a token that ends two bad words counts twice",
         "sampling",
-        "paged_jax.sampling.filters:restrict_logits",
+        "paged_jax.sampling.penalties:restrict_logits",
         "is_possible & ~is_repeated",
         "is_possible",
-        "tests/sampling/test_filters.py",
+        "tests/sampling/test_penalties.py",
     ),
     mutant(
         "a positive bias cannot improve a beam",

@@ -14,7 +14,7 @@ from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.runner import decode_state
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import decode_steps, verify_steps
-from paged_jax.sampling.filters import NEVER
+from paged_jax.sampling.constraints import NEVER
 from paged_jax.sampling.params import SamplingParams
 from tests.support.decode_sequences import (
     BIASED,

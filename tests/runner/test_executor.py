@@ -1,17 +1,12 @@
-"""The executor: compilation, its call thread, and return of freed memory to the system."""
+"""The executor: sharing of programs, and compilation before the pool is allocated."""
 
-import ctypes
 import gc
-import threading
-from pathlib import Path
 
 import jax
 import pytest
 
 from paged_jax import LLM, Engine, SamplingParams
 from paged_jax.models.decoder import Decoder
-from paged_jax.runner import executor as executor_module
-from paged_jax.runner.executor import CallThread
 from tests.support.tiny_model import CONFIG, SIZES
 
 L, K, D = CONFIG.num_hidden_layers, CONFIG.num_key_value_heads, CONFIG.head_dim
@@ -78,77 +73,3 @@ def test_warmup_for_gpus_compiles_while_the_pool_is_freed(tiny_model: Decoder, m
     assert not compiled
     assert after[0].outputs[0].token_ids == before[0].outputs[0].token_ids
     assert after[0].num_cached_tokens == 4
-
-
-def test_submit_makes_calls_in_order_without_waiting() -> None:
-    caller, may_start, order = CallThread(), threading.Event(), []
-
-    def first() -> None:
-        assert may_start.wait(10)
-        order.append("first")
-
-    futures = [caller.submit(first), caller.submit(lambda: order.append("second"))]
-    assert not order and not futures[1].done()
-    may_start.set()
-    futures[1].result()
-    assert order == ["first", "second"]
-
-
-def test_submit_passes_on_an_exception() -> None:
-    with pytest.raises(ZeroDivisionError):
-        CallThread().submit(lambda: 1 // 0).result()
-
-
-def test_submit_uses_the_jax_settings_of_the_calling_thread() -> None:
-    traced, caller = [], CallThread()
-
-    @jax.jit
-    def double(x: jax.Array) -> jax.Array:
-        traced.append((jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision))
-        return 2 * x
-
-    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
-        double(1)
-        caller.submit(lambda: double(2)).result()
-        assert traced == [(True, "highest")]
-    double(1)
-    caller.submit(lambda: double(2)).result()
-    assert traced == [(True, "highest"), (jax.config.jax_enable_x64, None)]
-
-
-@pytest.mark.parametrize("direction", ["host_to_device", "device_to_host"])
-def test_submit_uses_the_transfer_guards_of_the_calling_thread(direction) -> None:
-    guard = f"jax_transfer_guard_{direction}"
-    with getattr(jax, f"transfer_guard_{direction}")("log_explicit"):
-        assert CallThread().submit(lambda: getattr(jax.config, guard)).result() == "log_explicit"
-
-
-PIECE, COUNT = 4000, 20_000  # glibc allocates separate pages only for larger pieces
-
-
-def resident_bytes() -> int:
-    pages = Path("/proc/self/statm").read_text().split()[1]
-    return int(pages) * 4096
-
-
-@pytest.mark.skipif(
-    executor_module._malloc_trim() is None, reason="the C library has no malloc_trim"
-)
-def test_give_back_freed_memory_returns_small_pieces_to_the_system() -> None:
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    pieces = [libc.malloc(PIECE) for _ in range(COUNT)]
-    for piece in pieces:
-        ctypes.memset(piece, 1, PIECE)
-    *others, last = pieces  # prevents the heap from shrinking without malloc_trim
-    for piece in others:
-        libc.free(piece)
-    before = resident_bytes()
-    executor_module.give_back_freed_memory()
-    assert before - resident_bytes() > PIECE * COUNT // 2
-    libc.free(last)
-
-
-def test_give_back_freed_memory_without_malloc_trim_does_nothing(monkeypatch) -> None:
-    monkeypatch.setattr(executor_module, "_malloc_trim", lambda: None)
-    executor_module.give_back_freed_memory()

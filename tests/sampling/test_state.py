@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from paged_jax.sampling.params import SamplingParams, StructuredOutputsParams
+from paged_jax.sampling.params import SamplingParams
 from paged_jax.sampling.state import SlotSampling
+from paged_jax.sampling.structured_outputs import StructuredOutputsParams
 from tests.support.decode_sequences import write_slot
 
 V = 70

@@ -18,7 +18,7 @@ from paged_jax.models.text.generation_config import GenerationConfig
 from paged_jax.models.text.grammar import GrammarCompiler
 from paged_jax.models.text.reasoning import THINK
 from paged_jax.models.text.tool_grammars import ToolGrammars
-from paged_jax.sampling.params import TokenBias
+from paged_jax.sampling.token_bias import TokenBias
 from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from paged_jax.server import Limits, bodies
 from paged_jax.server.answers import DeltaTracker

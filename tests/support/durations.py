@@ -54,7 +54,12 @@ DEAR_FILES = (
 )
 # Tests that neither compile nor start a process. They run before all others, so a broken scheduler
 # is reported within seconds.
-HOST_ONLY = ("tests/scheduler/", "tests/support/", "tests/sampling/test_params.py")
+HOST_ONLY = (
+    "tests/scheduler/",
+    "tests/support/",
+    "tests/sampling/test_params.py",
+    "tests/sampling/test_structured_outputs.py",
+)
 
 
 class Cost(NamedTuple):

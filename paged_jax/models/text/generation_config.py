@@ -15,7 +15,9 @@ from paged_jax.arguments import is_int, is_real
 from paged_jax.formatting import short_repr
 from paged_jax.models.config_json import as_integer
 from paged_jax.models.model_folder import read_json
-from paged_jax.sampling.params import NUMBERS, Number, SamplingParams, TokenBias
+from paged_jax.sampling.numeric_params import NUMBERS, Number
+from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.token_bias import TokenBias
 
 FILE_NAME = "generation_config.json"
 DRAWING_OPTIONS = frozenset({"temperature", "top_p", "top_k", "min_p"})

@@ -18,7 +18,7 @@ from paged_jax.models.gguf_file import GgufFile, Texts, warn_of_unknown
 from paged_jax.models.text.generation_config import GenerationConfig
 from paged_jax.models.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from paged_jax.models.text.special_tokens import TokenizerError, surround_texts
-from paged_jax.sampling.params import NUMBERS
+from paged_jax.sampling.numeric_params import NUMBERS
 
 _PREFIX = "tokenizer.ggml."
 # Types of tokens in `token_type`.

@@ -26,7 +26,8 @@ from paged_jax.models.text.grammar_source import (
     unforced_source,
     without_descriptions,
 )
-from paged_jax.sampling.params import SamplingParams, StructuredOutputsParams
+from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

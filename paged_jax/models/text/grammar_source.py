@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paged_jax.models.text.json_schemas import close, without_annotations
-from paged_jax.sampling.params import StructuredOutputsParams
+from paged_jax.sampling.structured_outputs import StructuredOutputsParams
 
 MANY_LABELS = 1000
 """Number of labels above which llguidance may work longer on a constraint, see `label_fuel`."""

@@ -33,7 +33,7 @@ from paged_jax.models.text.grammar_source import constraint_rule, quoted
 from paged_jax.models.text.tool_formats import Tool, ToolFormat
 from paged_jax.models.text.tool_grammars import arguments_rule
 from paged_jax.models.text.tool_reader import AnswerDelta, ToolReader, overlap
-from paged_jax.sampling.params import StructuredOutputsParams
+from paged_jax.sampling.structured_outputs import StructuredOutputsParams
 
 # Special tokens of Harmony.
 HARMONY_MARKS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>")

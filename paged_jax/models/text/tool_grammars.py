@@ -20,7 +20,7 @@ from paged_jax.models.text.json_schemas import (
     without_annotations,
 )
 from paged_jax.models.text.tool_formats import HERMES, ID, NUMBER, Tool, ToolFormat
-from paged_jax.sampling.params import StructuredOutputsParams
+from paged_jax.sampling.structured_outputs import StructuredOutputsParams
 
 # Number of lists of tools for which the constraint is cached. The cache helps because every request
 # of a chat contains the same tools.

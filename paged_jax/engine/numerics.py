@@ -1,0 +1,43 @@
+"""Numerics of an engine's model, and the backend of its layers: exact, fast, or int8 activations.
+
+`PagedModel.with_numerics` decides which backends compute exact numerics, and `kernels.dispatch`
+which backend is the best for a device.
+"""
+
+import jax
+from flax import nnx
+
+from paged_jax.arguments import ArgumentError
+from paged_jax.engine.config import EngineConfig
+from paged_jax.engine.pool_size import resolve_kv_dtype
+from paged_jax.kernels.dispatch import int8_backend
+from paged_jax.models.paged_model import PagedModel
+
+
+def layer_backend(options: EngineConfig, model: PagedModel, platform: str) -> str | None:
+    """Return the name of the kernel backend that the layers of the model use.
+
+    It is ``options.backend``, or ``"cpu_int8"`` if ``options.int8_activations`` is True.
+
+    Raises:
+      ValueError: int8 activations are not possible with the backend, the device or the model.
+    """
+    if not options.int8_activations:
+        return options.backend
+    if options.backend not in (None, "cpu"):
+        reason = f"with the backend {options.backend!r}"
+    elif platform != "cpu":
+        reason = f"on a device of {platform}"
+    elif (reason := int8_backend().unavailable_for(model.matrix_formats.codes)) is None:
+        return "cpu_int8"
+    raise ArgumentError("Engine", f"must be False {reason}, got True.", "int8_activations")
+
+
+def apply_numerics(options: EngineConfig, model: PagedModel) -> PagedModel:
+    """Return the model with the engine's numerics and the dtype of its cache."""
+    [platform] = {device.platform for device in jax.tree.leaves(nnx.state(model))[0].devices()}
+    dtype = resolve_kv_dtype(options.kv_dtype, model.float_dtype, platform)
+    try:
+        return model.with_numerics(options.numerics, dtype, options.backend)
+    except ArgumentError as error:
+        raise ArgumentError("Engine", error.problem, error.field) from None
