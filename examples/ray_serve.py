@@ -49,7 +49,7 @@ from paged_jax import Engine
 from paged_jax.command_line import Parser, add_engine_arguments, engine_options
 from paged_jax.server import Service, Settings, create_app
 from paged_jax.server.affinity import NUM_BLOCKS, prompt_key, prompt_text
-from paged_jax.server.responses import ApiError
+from paged_jax.server.api_error import ApiError
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _ROUTERS = {

@@ -43,7 +43,7 @@ try:
     from paged_jax.server import Limits, Service, Settings
     from paged_jax.server.app import Startup
     from paged_jax.server.http_server import Server, url_of
-    from paged_jax.server.request_log import LogFormat, logs_on_stderr
+    from paged_jax.server.log_output import LogFormat, logs_on_stderr
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"paged_jax.serve: error: {error.name} is not installed. "

@@ -16,8 +16,8 @@ from starlette.routing import Route
 
 from paged_jax.engine.engine import Engine
 from paged_jax.monitoring import start_profile
+from paged_jax.server.api_error import ApiError, bad_request
 from paged_jax.server.receiving import receive_body
-from paged_jax.server.responses import ApiError, bad_request
 from paged_jax.server.sampling_body import Body
 from paged_jax.server.security import CLIENT
 from paged_jax.server.service import Service

@@ -16,8 +16,9 @@ from paged_jax.sampling.structured_outputs import StructuredOutputsParams
 from paged_jax.scheduler.explain import describe_preemption, describe_wait, name_request
 from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 from paged_jax.server import bodies, schemas
+from paged_jax.server.api_error import ApiError, bad_request
+from paged_jax.server.json_encoding import JsonDict, encode_event, to_json_dict
 from paged_jax.server.request_log import RequestRecord
-from paged_jax.server.responses import ApiError, JsonDict, bad_request, encode_event, to_json_dict
 from paged_jax.server.sampling_body import SamplingBody
 from paged_jax.server.service import Client, Service
 

@@ -15,13 +15,9 @@ from paged_jax.server.answers import (
     whole_samples,
 )
 from paged_jax.server.anthropic_bodies import MessagesBody, chat_of_messages
+from paged_jax.server.api_error import ApiError, anthropic_error
+from paged_jax.server.json_encoding import JsonDict, encode_named_event
 from paged_jax.server.request_log import RequestRecord
-from paged_jax.server.responses import (
-    ApiError,
-    JsonDict,
-    anthropic_error,
-    encode_named_event,
-)
 from paged_jax.server.service import Client, Service
 
 

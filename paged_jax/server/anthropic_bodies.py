@@ -7,6 +7,8 @@ from pydantic import Field
 
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.server import bodies
+from paged_jax.server.api_error import ApiError
+from paged_jax.server.json_encoding import JsonDict
 from paged_jax.server.response_bodies import (
     kind_of,
     result_text,
@@ -14,7 +16,6 @@ from paged_jax.server.response_bodies import (
     validated_chat,
     with_system_text,
 )
-from paged_jax.server.responses import ApiError, JsonDict
 from paged_jax.server.sampling_body import (
     WHOLE,
     Items,

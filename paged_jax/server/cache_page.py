@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from paged_jax.cache_map import block_text
-from paged_jax.server.responses import ApiError
+from paged_jax.server.api_error import ApiError
 from paged_jax.server.security import CHAT_FILES, CLIENT, wrong_key
 from paged_jax.server.service import Service
 

@@ -11,9 +11,10 @@ from paged_jax.models.text.tool_reader import AnswerDelta
 from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 from paged_jax.server import bodies, schemas
 from paged_jax.server.answers import OpenAiAnswer, SampleDelta, finite, usage, whole_samples
+from paged_jax.server.api_error import ApiError
 from paged_jax.server.chats import Chat, num_chars
+from paged_jax.server.json_encoding import JsonDict, to_json_dict
 from paged_jax.server.request_log import RequestRecord
-from paged_jax.server.responses import ApiError, JsonDict, to_json_dict
 from paged_jax.server.service import Client, Service
 
 

@@ -25,7 +25,7 @@ from paged_jax.sampling.token_bias import TokenBias
 from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 from paged_jax.server import bodies
 from paged_jax.server.answers import Answer
-from paged_jax.server.responses import ApiError, bad_request, engine_stopped, sleeping
+from paged_jax.server.api_error import ApiError, bad_request, engine_stopped, sleeping
 from paged_jax.server.service import Service
 
 T = TypeVar("T")

@@ -14,9 +14,10 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from paged_jax.server.api_error import ApiError
 from paged_jax.server.app import Startup
-from paged_jax.server.limits import Limits, too_many
-from paged_jax.server.responses import ApiError
+from paged_jax.server.fair_quota import too_many
+from paged_jax.server.limits import Limits
 
 # Seconds that clients get at shutdown to receive the last events of their streams. Then all
 # connections are closed.

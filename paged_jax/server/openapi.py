@@ -13,9 +13,9 @@ from pydantic.json_schema import models_json_schema
 from paged_jax import __version__
 from paged_jax.server import bodies, schemas
 from paged_jax.server.anthropic_bodies import CountTokensBody, MessagesBody
+from paged_jax.server.api_error import is_anthropic
 from paged_jax.server.limits import Limits
 from paged_jax.server.response_bodies import InputTokensBody, ResponsesBody
-from paged_jax.server.responses import is_anthropic
 
 _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 _ERRORS = {

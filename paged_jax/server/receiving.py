@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
+from paged_jax.server.api_error import ApiError
 from paged_jax.server.request_log import RECORD
-from paged_jax.server.responses import ApiError
 from paged_jax.server.sampling_body import UNKNOWN_FIELD, Body
 from paged_jax.server.service import Service
 

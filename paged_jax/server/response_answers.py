@@ -15,10 +15,11 @@ from paged_jax.server.answers import (
     usage,
     whole_samples,
 )
+from paged_jax.server.api_error import ApiError
 from paged_jax.server.chat_answers import chat_logprobs
+from paged_jax.server.json_encoding import JsonDict, encode_named_event
 from paged_jax.server.request_log import RequestRecord
 from paged_jax.server.response_bodies import ResponsesBody, ToolNames, chat_body, custom_input
-from paged_jax.server.responses import ApiError, JsonDict, encode_named_event
 from paged_jax.server.service import Client, Service
 
 _PREFIXES = {"reasoning": "rs", "content": "msg", "call": "fc", "custom": "ctc"}

@@ -15,8 +15,9 @@ from pydantic import Field, ValidationError
 from paged_jax.models.text.chat_template import ChatTemplateError
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.server import bodies
+from paged_jax.server.api_error import ApiError
 from paged_jax.server.chats import template_messages
-from paged_jax.server.responses import ApiError, JsonDict
+from paged_jax.server.json_encoding import JsonDict
 from paged_jax.server.sampling_body import (
     WHOLE,
     Body,

@@ -8,8 +8,8 @@ import re
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from paged_jax.server.api_error import ApiError, shutting_down
 from paged_jax.server.request_log import RECORD
-from paged_jax.server.responses import ApiError, shutting_down
 from paged_jax.server.service import Client, Service
 
 # Names of the files that the chat page loads.

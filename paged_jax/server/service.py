@@ -19,10 +19,13 @@ from paged_jax.models.text.reasoning import select_format
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.models.text.tool_grammars import ToolGrammars
 from paged_jax.scheduler.request import Request
-from paged_jax.server.limits import FairQuota, Limits
+from paged_jax.server.api_error import ApiError, engine_stopped, shutting_down, sleeping
+from paged_jax.server.cache_recorder import CacheRecorder
+from paged_jax.server.fair_quota import FairQuota
+from paged_jax.server.limits import Limits
 from paged_jax.server.metrics import Metrics
-from paged_jax.server.responses import ApiError, engine_stopped, shutting_down, sleeping
-from paged_jax.server.snapshot import CacheRecorder, EngineSnapshot, SnapshotHistory, StallDetector
+from paged_jax.server.snapshot import EngineSnapshot, SnapshotHistory
+from paged_jax.server.stall_detector import StallDetector
 
 T = TypeVar("T")
 

@@ -9,6 +9,7 @@ from starlette.responses import Response
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.server import bodies, schemas
 from paged_jax.server.anthropic_bodies import CountTokensBody, chat_of_messages
+from paged_jax.server.api_error import ApiError, bad_request
 from paged_jax.server.chats import (
     Chat,
     num_chars,
@@ -16,10 +17,10 @@ from paged_jax.server.chats import (
     template_tools,
     template_variables,
 )
+from paged_jax.server.json_encoding import json_response
 from paged_jax.server.receiving import receive_body
 from paged_jax.server.request_log import RECORD
 from paged_jax.server.response_bodies import InputTokensBody, chat_body
-from paged_jax.server.responses import ApiError, bad_request, json_response
 from paged_jax.server.security import CLIENT
 from paged_jax.server.service import Service
 

@@ -490,7 +490,7 @@ DRAWN = (
         "num_chars > answer.max_prompt_tokens * per_token",
         "num_chars >= answer.max_prompt_tokens * per_token",
         "tests/server/test_generation.py",
-        "tests/server/test_limits.py",
+        "tests/server/test_fair_quota.py",
         "tests/server/test_completions.py",
     ),
     mutant(

@@ -27,12 +27,13 @@ from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestMetric
 from paged_jax.server.answers import Answer, DeltaTracker
 from paged_jax.server.anthropic_answers import MessagesAnswer
 from paged_jax.server.anthropic_bodies import MessagesBody
+from paged_jax.server.api_error import ApiError
 from paged_jax.server.bodies import ChatBody
 from paged_jax.server.chat_answers import ChatAnswer
+from paged_jax.server.json_encoding import json_response
 from paged_jax.server.request_log import RequestRecord
 from paged_jax.server.response_answers import ResponsesAnswer
 from paged_jax.server.response_bodies import ResponsesBody
-from paged_jax.server.responses import ApiError, json_response
 from paged_jax.server.service import Client
 from tests.models.test_reasoning import HARMONY_TEMPLATE
 from tests.models.test_tools import KNOWN

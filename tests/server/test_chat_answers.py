@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from paged_jax import Engine
 from paged_jax.models.text.chat_template import ChatTemplate
 from paged_jax.server import Settings
+from paged_jax.server.api_error import ApiError
 from paged_jax.server.bodies import ChatBody, ToolParam
 from paged_jax.server.chats import check_calls, template_messages, template_tools
-from paged_jax.server.responses import ApiError
 from tests.support.live_server import LiveServer, error_of
 from tests.support.plain_client import PlainClient
 from tests.support.reasoning_server import reasoning_server, tokenizer_of

@@ -13,8 +13,8 @@ import pytest
 
 from paged_jax import Engine, SamplingParams
 from paged_jax.server import Limits, Settings, completions, schemas
+from paged_jax.server.api_error import ApiError
 from paged_jax.server.completion_answers import CompletionAnswer
-from paged_jax.server.responses import ApiError
 from tests.support.live_server import (
     GREEDY,
     LiveServer,

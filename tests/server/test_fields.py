@@ -24,6 +24,7 @@ from paged_jax.server import Limits, bodies
 from paged_jax.server.answers import DeltaTracker
 from paged_jax.server.anthropic_answers import MessagesAnswer
 from paged_jax.server.anthropic_bodies import CountTokensBody, MessagesBody, chat_of_messages
+from paged_jax.server.api_error import ApiError
 from paged_jax.server.chat_answers import ChatAnswer
 from paged_jax.server.chats import Chat
 from paged_jax.server.completion_answers import CompletionAnswer, GenerateAnswer
@@ -31,7 +32,6 @@ from paged_jax.server.generation import _make_job, check_request
 from paged_jax.server.request_log import RequestRecord
 from paged_jax.server.response_answers import ResponsesAnswer
 from paged_jax.server.response_bodies import InputTokensBody, ResponsesBody, chat_body
-from paged_jax.server.responses import ApiError
 from paged_jax.server.sampling_body import IGNORED, NEUTRAL_VALUES, is_neutral
 from paged_jax.server.service import Client
 from tests.models.test_tools import HERMES_CALL, LINE, template

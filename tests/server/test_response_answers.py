@@ -7,8 +7,8 @@ import pydantic
 import pytest
 
 from paged_jax.server import bodies
+from paged_jax.server.api_error import ApiError
 from paged_jax.server.response_bodies import ResponsesBody, ToolNames, chat_body
-from paged_jax.server.responses import ApiError
 from paged_jax.server.schemas import ResponseObject
 from tests.support.live_server import error_of
 from tests.support.reasoning_server import reasoning_server

@@ -1,10 +1,10 @@
-"""Tests of the engine's snapshots: history and stall detection."""
+"""History of the snapshots of an engine."""
 
 import itertools
 from collections import Counter
 
 from paged_jax.scheduler.outputs import EngineStats
-from paged_jax.server.snapshot import EngineSnapshot, SnapshotHistory, StallDetector
+from paged_jax.server.snapshot import EngineSnapshot, SnapshotHistory
 
 
 def snapshot_at(time: float, generated: int = 0) -> EngineSnapshot:
@@ -46,13 +46,3 @@ def test_history_separates_a_pause_from_the_steps_after_it() -> None:
     assert any(49 < time < 50 for time, _ in found), "a line would rise during the whole pause"
     busy = [rate for time, rate in found if 0.5 < time <= 3 or 50.5 < time <= 53]
     assert len(busy) >= 8 and all(abs(rate - 300) < 10 for rate in busy)
-
-
-def test_stall_detector_excuses_compiling() -> None:
-    is_compiling = True
-    stalls = StallDetector(snapshot_at(0.0), 1.0, lambda: is_compiling)
-    assert not stalls.is_stalled
-    is_compiling = False
-    assert not stalls.is_stalled  # the time starts when compiling ends
-    stalls.observe(snapshot_at(0.0))
-    assert stalls.is_stalled
