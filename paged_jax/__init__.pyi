@@ -37,8 +37,8 @@ from .rollouts import rollout as rollout
 from .sampling.params import SamplingParams as SamplingParams
 from .sampling.structured_outputs import StructuredOutputError as StructuredOutputError
 from .sampling.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
+from .scheduler.engine_stats import EngineStats as EngineStats
 from .scheduler.outputs import CompletionOutput as CompletionOutput
-from .scheduler.outputs import EngineStats as EngineStats
 from .scheduler.outputs import Explanation as Explanation
 from .scheduler.outputs import Logprob as Logprob
 from .scheduler.outputs import PreemptionNote as PreemptionNote

@@ -7,10 +7,10 @@ Each of the W beams of a prompt has a slot, and the beams share the blocks of th
                   \- dog -- ran         slot 1   [ 3  1  4 ]     blocks 3 and 1 have 3 references
                          \- is          slot 2   [ 3  1  2 ]
 
-On the device, a step is one program. It gives each slot the block table of its beam's parent and
-appends the last token of the beam; if other slots share the block of this token, the block is
-copied first. The program returns the most probable next tokens of each beam. Then the host chooses
-the beams of the next step:
+On the device, a step is one program. It gives each slot the block table of its beam's parent
+(`paged_cache.reorder`) and appends the last token of the beam; if other slots share the block of
+this token, the block is copied first. The program returns the most probable next tokens of each
+beam. Then the host chooses the beams of the next step:
 
     the candidates are the beams, extended by at least 2 W most probable next tokens per beam
     a candidate that ends with an end-of-sequence token is complete and does not continue

@@ -6,7 +6,7 @@ import dataclasses
 from paged_jax.cache.retention import retention
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.runner import ModelRunner
-from paged_jax.scheduler.outputs import EngineStats
+from paged_jax.scheduler.engine_stats import EngineStats
 from paged_jax.scheduler.request import Sequence
 from paged_jax.scheduler.scheduler import Scheduler
 from paged_jax.scheduler.step_plan import StepPlan

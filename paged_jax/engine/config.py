@@ -26,7 +26,6 @@ from paged_jax.models.config import ModelConfig
 from paged_jax.models.loading.parameters import DTYPES
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.text.tokenizer import Tokenizer
-from paged_jax.runner.devices import gains_from_cascade
 from paged_jax.runner.sizes import TILE, Sizes
 from paged_jax.scheduler.scheduler import Preemption
 
@@ -385,32 +384,6 @@ class EngineConfig:
             tile=TILE if has_tiles else None,
             num_states=num_states,
         )
-
-    def uses_cascade(self, model_config: ModelConfig, platform: str) -> bool:
-        """Return whether decoding uses cascade attention.
-
-        With cascade attention, a step reads a block once, not once per sequence, if all sequences
-        share the block.
-
-        Args:
-          model_config: the configuration of the model.
-          platform: the platform that the engine runs on, such as ``"cpu"``.
-
-        Raises:
-          ValueError: `cascade_attention` is True, but all layers of the model have a sliding
-              window.
-        """
-        has_window = None not in model_config.sliding_windows
-        if self.cascade_attention and has_window:
-            raise ValueError(
-                "Engine: cascade_attention must be False if all layers have a sliding window."
-            )
-        if self.numerics == "exact":
-            return False
-        if self.cascade_attention is None:
-            is_faster = gains_from_cascade(platform) and self.enable_prefix_caching
-            return is_faster and not has_window
-        return self.cascade_attention
 
 
 class OptionSpec(NamedTuple):

@@ -31,7 +31,7 @@ from paged_jax.engine.drafts import Drafter
 from paged_jax.engine.footprint import Footprint, footprint
 from paged_jax.engine.loaded_model import LoadedModel
 from paged_jax.engine.mask_clock import MaskClock
-from paged_jax.engine.numerics import layer_backend
+from paged_jax.engine.numerics import layer_backend, uses_cascade
 from paged_jax.engine.pool_size import PoolSize, choose_pool_size, resolve_kv_dtype
 from paged_jax.engine.postprocess import Postprocessor
 from paged_jax.engine.request_factory import RequestFactory
@@ -52,7 +52,7 @@ from paged_jax.runner.processes import (
 )
 from paged_jax.runner.runner import ModelRunner
 from paged_jax.runner.stored_programs import FirstPrograms
-from paged_jax.scheduler.outputs import EngineStats
+from paged_jax.scheduler.engine_stats import EngineStats
 from paged_jax.scheduler.request import Request, Sequence
 from paged_jax.scheduler.scheduler import Preemption, PreemptionCosts, Scheduler
 from paged_jax.scheduler.step_plan import StepPlan
@@ -152,7 +152,7 @@ class EngineCore:
             sizes,
             pool.num_blocks,
             cache_dtype=cache_dtype,
-            cascade=options.uses_cascade(loaded.config, device.platform),
+            cascade=uses_cascade(options, loaded.config, device.platform),
             backend=layer_backend(options, model, device.platform),
             on_compile=options.on_compile,
             first_programs=first_programs,

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Items
 import numpy as np
 from jax.typing import ArrayLike
 
-from paged_jax.scheduler.outputs import EngineStats
+from paged_jax.scheduler.engine_stats import EngineStats
 from paged_jax.scheduler.request import Sequence
 
 

@@ -26,8 +26,9 @@ from paged_jax.models.paged_model import PagedModel
 from paged_jax.monitoring import Status
 from paged_jax.runner.processes import follow
 from paged_jax.sampling.params import SamplingParams
+from paged_jax.scheduler.engine_stats import EngineStats
 from paged_jax.scheduler.explain import RequestHistory
-from paged_jax.scheduler.outputs import EngineStats, RequestOutput
+from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.scheduler.request import Request, Sequence
 
 

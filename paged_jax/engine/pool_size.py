@@ -1,4 +1,7 @@
-"""Choice of the number of blocks in an engine's pool, and of the dtype of K and V."""
+"""Choice of the number of blocks in an engine's pool, and of the dtype of K and V.
+
+Without the option `kv_dtype`, the dtype is `kernels.rows.default_kv_dtype`.
+"""
 
 from typing import NamedTuple
 

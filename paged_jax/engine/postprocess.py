@@ -9,7 +9,8 @@ from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.programs import Scores
 from paged_jax.sampling.sample import Draws
-from paged_jax.scheduler.outputs import EngineStats, Logprob
+from paged_jax.scheduler.engine_stats import EngineStats
+from paged_jax.scheduler.outputs import Logprob
 from paged_jax.scheduler.request import Request, Sequence
 from paged_jax.scheduler.step_plan import StepPlan
 

@@ -8,7 +8,7 @@ import jax
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.runner import ModelRunner
-from paged_jax.scheduler.outputs import EngineStats
+from paged_jax.scheduler.engine_stats import EngineStats
 from paged_jax.scheduler.scheduler import Scheduler
 from paged_jax.scheduler.step_plan import StepPlan
 

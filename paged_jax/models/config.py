@@ -1,5 +1,9 @@
 # pyright: strict, reportUnknownMemberType=false
-"""`ModelConfig`: the configuration of a decoder of any family."""
+"""`ModelConfig`: the configuration of a decoder of any family.
+
+It derives from its layers what concerns several of them: the groups of the cache, and `kv_sources`,
+the layers whose keys and values other layers read.
+"""
 
 import dataclasses
 import functools

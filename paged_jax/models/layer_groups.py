@@ -3,6 +3,9 @@
 `CacheSpec` is the contract of the groups of a model's cache on the host: `LayerGroup` keeps tokens,
 `RecurrentLayers` keep a state. On the device, it is `cache.groups.Group`.
 
+Layers that read the keys and values of another layer are in no group: `ModelConfig.kv_sources` says
+which, from the `source` that a family gives to a layer's attention.
+
 This module does not import JAX, because the scheduler uses it.
 """
 

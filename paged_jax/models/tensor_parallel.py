@@ -1,10 +1,11 @@
 """Tensor parallelism: division of a model over the devices of a mesh.
 
 Attention is divided by heads, an MLP by its intermediate features or its experts, and embeddings
-and output head by tokens of the vocabulary (Megatron-LM, arXiv 1909.08053). In `jax.shard_map`,
-each device runs a smaller model with the config from `shard_config`. The hidden states are the
-same on all devices. If there are fewer KV heads than devices, several devices hold the keys and
-values of the same head, see `widen_config`.
+and output head by tokens of the vocabulary (Megatron-LM, arXiv 1909.08053). `Parameter.divided` of
+a part says which dimension of a parameter is divided. In `jax.shard_map`, each device runs a
+smaller model with the config from `shard_config`. The hidden states are the same on all devices. If
+there are fewer KV heads than devices, several devices hold the keys and values of the same head,
+see `widen_config`.
 """
 
 import dataclasses

@@ -3,7 +3,8 @@
 The scheduler decides what runs. It only knows the interface `BlockMemory`, which the runner
 implements. The runner converts sequences to padded arrays and calls the `Executor`, which holds the
 weights, the state on the device and the programs. Blocks to publish and slots to release are
-collected until the next program runs, so that a step needs few calls for them.
+collected until the next program runs, so that a step needs few calls for them. `publish` decides
+which full blocks enter the prefix cache, and which of them with a snapshot of the recurrent state.
 
 The tokens of all sequences are on the host. So if a step is interrupted, `reset` discards all
 slots, and the K and V of every sequence can be computed again from its tokens.

@@ -8,7 +8,8 @@ import itertools
 from collections.abc import Iterable
 
 from paged_jax.scheduler.block_budget import BlockBudget
-from paged_jax.scheduler.outputs import EngineStats, WaitReason
+from paged_jax.scheduler.engine_stats import EngineStats
+from paged_jax.scheduler.outputs import WaitReason
 from paged_jax.scheduler.plan_builder import PlanBuilder
 from paged_jax.scheduler.queue import Queue
 from paged_jax.scheduler.request import Sequence

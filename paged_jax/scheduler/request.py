@@ -1,4 +1,8 @@
-"""`Request` and its `Sequence`s, one for each sample. Plain Python without arrays."""
+"""`Request` and its `Sequence`s, one for each sample. Plain Python without arrays.
+
+`Sequence.snapshot_points` decides after which prompt tokens a recurrent state is published as a
+snapshot. `admission` adds the ends of shared prefixes to them, and `ModelRunner.publish` publishes.
+"""
 
 import dataclasses
 import weakref

@@ -36,8 +36,9 @@ from paged_jax.cache.sequence_blocks import num_cached_tokens_at
 from paged_jax.models.layer_groups import CacheSpec, LayerGroup
 from paged_jax.scheduler.admission import Admission
 from paged_jax.scheduler.block_budget import BlockBudget, BlockMemory, make_budget
+from paged_jax.scheduler.engine_stats import EngineStats
 from paged_jax.scheduler.lookahead import Lookahead
-from paged_jax.scheduler.outputs import EngineStats, PreemptionAdvantage, PreemptionNote
+from paged_jax.scheduler.outputs import PreemptionAdvantage, PreemptionNote
 from paged_jax.scheduler.plan_builder import PlanBuilder
 from paged_jax.scheduler.queue import Queue
 from paged_jax.scheduler.request import Request, Sequence

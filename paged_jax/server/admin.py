@@ -1,8 +1,9 @@
 """Routes for the operator: sleep, update of weights, reset of the cache, and profiles.
 
 They have vLLM's names, except ``/update_weights_from_disk``, which is SGLang's, because vLLM has no
-such route. They require the admin key as a bearer token. HTTP Basic authentication is not accepted:
-browsers send stored passwords also with requests that other web sites make.
+such route. They require the admin key as a bearer token: `security` decides which clients have it.
+HTTP Basic authentication is not accepted, because browsers send stored passwords also with requests
+that other web sites make.
 """
 
 import asyncio

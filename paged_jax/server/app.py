@@ -27,11 +27,12 @@ from paged_jax.server.api_error import ApiError
 from paged_jax.server.chat_answers import ChatAnswer
 from paged_jax.server.completion_answers import CompletionAnswer, GenerateAnswer
 from paged_jax.server.completions import CompletionEndpoint
+from paged_jax.server.disconnection import ClientGone
 from paged_jax.server.json_encoding import json_response
 from paged_jax.server.request_log import RECORD, RequestLogMiddleware
 from paged_jax.server.response_answers import ResponsesAnswer
 from paged_jax.server.security import CLIENT, Security
-from paged_jax.server.service import ClientGone, Service
+from paged_jax.server.service import Service
 from paged_jax.server.tokenization import (
     count_input_tokens,
     count_message_tokens,

@@ -14,13 +14,14 @@ from starlette.types import Message, Receive, Scope, Send
 from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.server.answers import Answer, DeltaTracker, num_entries, whole_samples
 from paged_jax.server.api_error import ApiError
+from paged_jax.server.disconnection import ClientGone
 from paged_jax.server.generation import check_request, make_job, run
 from paged_jax.server.json_encoding import json_response
 from paged_jax.server.receiving import receive_body
 from paged_jax.server.request_log import RECORD, RequestRecord
 from paged_jax.server.sampling_body import SamplingBody
 from paged_jax.server.security import CLIENT
-from paged_jax.server.service import Client, ClientGone, Service
+from paged_jax.server.service import Client, Service
 
 B = TypeVar("B", bound=SamplingBody)
 AnswerType = Callable[[Service, B, Client, RequestRecord], Answer]

@@ -5,7 +5,7 @@ OpenAI's API, some fields without a value are null, and others are left out: tho
 
 If a response may have thousands of objects of a type, the type is a typed dict, because Pydantic
 models would take ten times as long. For the same reason, responses and events with generated text
-are built with `responses.to_json_dict` instead of the models.
+are built with `json_encoding.to_json_dict` instead of the models.
 """
 
 from collections.abc import Iterable

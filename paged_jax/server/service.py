@@ -1,4 +1,8 @@
-"""`Service`: the engine, the settings and the requests in progress, shared by all routes."""
+"""`Service`: the engine, the settings and the requests in progress, shared by all routes.
+
+It decides which requests run and how they end: `fair_quota` for their places, `disconnection` for
+clients that leave.
+"""
 
 import asyncio
 import contextlib
@@ -7,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Literal, NamedTuple, TypeVar
 
 from starlette.types import Receive
@@ -21,6 +24,7 @@ from paged_jax.models.text.tool_grammars import ToolGrammars
 from paged_jax.scheduler.request import Request
 from paged_jax.server.api_error import ApiError, engine_stopped, shutting_down, sleeping
 from paged_jax.server.cache_recorder import CacheRecorder
+from paged_jax.server.disconnection import CancelOnDisconnect
 from paged_jax.server.fair_quota import FairQuota
 from paged_jax.server.limits import Limits
 from paged_jax.server.metrics import Metrics
@@ -378,60 +382,3 @@ class Service:
             return function()
         async with self._rendering:
             return await asyncio.to_thread(function)
-
-
-class ClientGone(Exception):
-    """Exception for a client that disconnected before it received its response."""
-
-
-class CancelOnDisconnect:
-    """Async context manager that cancels its body if the client disconnects.
-
-    `end` cancels the body for other reasons, such as a shutdown. Like `asyncio.timeout`, this class
-    cancels the task that entered it, and raises the reason as an exception at the end of the body.
-    The body does not run in a separate task, which would delay each event of a stream.
-
-    Args:
-      receive: the ASGI `receive` function of a request with a body that has been read.
-      others: a set of the context managers that are active. This object is a member of the set
-        while it is active.
-    """
-
-    def __init__(self, receive: Receive, others: "set[CancelOnDisconnect]"):
-        self._receive = receive
-        self._others = others
-        self._reason: Exception | None = None
-
-    async def __aenter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task, self._num_cancels = task, task.cancelling()
-        self._watcher = asyncio.create_task(self._watch())
-        self._others.add(self)
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._others.discard(self)
-        self._watcher.cancel()
-        # If the task was also cancelled from outside, it must stay cancelled.
-        if self._reason is not None and self._task.uncancel() <= self._num_cancels:
-            if kind is asyncio.CancelledError:
-                raise self._reason from None
-
-    def end(self, reason: Exception) -> None:
-        """Cancel the body of the ``async with`` statement, which then raises `reason`.
-
-        Later calls have no effect.
-        """
-        if self._reason is None:
-            self._reason = reason
-            self._task.cancel()
-
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.end(ClientGone())

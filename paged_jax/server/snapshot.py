@@ -12,7 +12,8 @@ from collections import Counter
 
 from paged_jax.engine.block_meter import GroupUse
 from paged_jax.engine.engine import Engine
-from paged_jax.scheduler.outputs import EngineStats, WaitReason
+from paged_jax.scheduler.engine_stats import EngineStats
+from paged_jax.scheduler.outputs import WaitReason
 
 # Minimum seconds between two snapshots in the history.
 _INTERVAL = 0.5

@@ -3,7 +3,7 @@
 import itertools
 from collections import Counter
 
-from paged_jax.scheduler.outputs import EngineStats
+from paged_jax.scheduler.engine_stats import EngineStats
 from paged_jax.server.snapshot import EngineSnapshot, SnapshotHistory
 
 

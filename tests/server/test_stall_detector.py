@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from paged_jax.scheduler.outputs import EngineStats
+from paged_jax.scheduler.engine_stats import EngineStats
 from paged_jax.server.snapshot import EngineSnapshot
 from paged_jax.server.stall_detector import StallDetector
 

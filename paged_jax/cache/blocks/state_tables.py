@@ -17,7 +17,8 @@ stands for zeros, so it never sees the state of an earlier sequence.
 
 The prefix cache finds a snapshot by the digest of the attention block whose last token is the last
 token of the snapshot. After the last slot has released it, the snapshot stays in the pool until its
-entry is needed; the least recently used snapshots are evicted first, as in `block_pool`. A slot
+entry is needed; the least recently used snapshots are evicted first, as in `block_pool`. Which
+states become snapshots is decided in `scheduler.request` and `ModelRunner.publish`. A slot
 needs only one entry, so a pool with as many entries as slots never runs out. Additional entries
 hold snapshots. If no entry is free, the last slot that uses a snapshot overwrites it, and the
 snapshot is removed from the prefix cache.
