@@ -11,6 +11,9 @@ The logits of each row are processed in the order of vLLM V1:
     -> with temperature 0: the token with the largest logit
     -> otherwise `filters`: temperature, min_p, top_k and top_p -> random draw
 
+`ModelRunner` decides whether ranks and the most probable tokens are computed: if a request of the
+batch reports them.
+
 **Ties.** If logits are equal, the token with the lower id counts as more probable. So top_k keeps
 exactly k tokens, top_p keeps the smallest set that reaches its mass, and ``top_k=1`` chooses the
 same token as ``temperature=0``. (vLLM keeps all tokens with a logit equal to the k-th largest.)

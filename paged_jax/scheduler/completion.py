@@ -1,4 +1,8 @@
-"""`Completion`: the text, the log-probabilities and the finish reason of a sample."""
+"""`Completion`: the text, the log-probabilities and the finish reason of a sample.
+
+It decides on the host where a sample ends: at a stop string, a stop token or the maximum length. On
+the device, `runner.decoding` stops the rows of sequences that end by a token or by their length.
+"""
 
 from array import array
 

@@ -1,4 +1,7 @@
-"""Queue of waiting sequences, slots of running sequences, and deadlines of requests."""
+"""Queue of waiting sequences, slots of running sequences, and deadlines of requests.
+
+`FairQueue` decides the order of waiting sequences: by priority, then in turns of the clients.
+"""
 
 import bisect
 import collections

@@ -283,7 +283,7 @@ class Sequence:
     def extend(
         self, token_ids: list[int], logprobs: list[float], *, eos_token_ids: frozenset[int]
     ) -> bool:
-        """Append several tokens, if none of them can end the sequence.
+        """Try to append several tokens at once; change nothing if one of them may end the sequence.
 
         This is faster than calling `append` for each token. See `Completion.extend` for the
         arguments.

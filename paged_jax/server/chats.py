@@ -1,4 +1,4 @@
-"""`Chat`: rendering of a chat's prompt and parsing of its answer, for all endpoints.
+"""`Chat`: a chat's prompt, with its special tokens, and parsing of its answer, for all endpoints.
 
 Functions at the end of this file convert messages and tools to the form that chat templates take.
 """

@@ -1,4 +1,9 @@
-"""Loading of models from Hugging Face folders, Orbax checkpoints and GGUF files."""
+"""Loading of models from Hugging Face folders, Orbax checkpoints and GGUF files.
+
+This module decides whether the layers of a model are stacked. Without a `dtype` in the config,
+`stored_tensors.find_dtype` chooses the dtype of the weights. `formats` chooses the format of each
+matrix.
+"""
 
 import dataclasses
 import functools
