@@ -16,15 +16,14 @@ from paged_jax.models.families.common import (
     read_heads,
     read_model,
     read_num_layers,
-    read_pattern_windows,
     read_rope,
     write_dense,
     write_factor,
     write_heads,
     write_model,
     write_rope,
-    write_windows,
 )
+from paged_jax.models.families.window_entries import read_pattern_windows, write_windows
 from paged_jax.models.layer_spec import LayerSpec
 from paged_jax.models.parts.attention import Attention, HeadNorm
 from paged_jax.models.parts.mlp import Dense

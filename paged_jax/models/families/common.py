@@ -6,7 +6,7 @@ are those of `LlamaConfig.from_dict`.
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypedDict
 
 from paged_jax.arguments import check_positive, is_int
@@ -18,7 +18,6 @@ from paged_jax.models.config_json import (
     read_boolean,
     read_integer,
     read_name,
-    read_names,
     read_number,
     read_token_ids,
     write_token_ids,
@@ -440,70 +439,6 @@ def read_length(family: Family, entries: ConfigEntries) -> int:
     if is_nested(found):
         found, _ = split_by_layer_type(found)
     return longest_sequence(read_rope_scaling(entries, found), _read_length(entries))
-
-
-def read_windows(entries: ConfigEntries, is_full: Callable[[int], bool]) -> list[int | None]:
-    """Return the sliding window of each layer in tokens; None for layers without a window.
-
-    Args:
-      entries: content of the ``config.json``, with ``sliding_window`` and ``layer_types``.
-      is_full: function that tells whether the layer with an index has no window, if
-        ``layer_types`` is missing.
-    """
-    num_layers, window = read_num_layers(entries), read_integer(entries, "sliding_window", None)
-    if window is not None and window < 1:
-        raise ValueError(f"LlamaConfig: sliding_window must be positive or null, got {window}.")
-    names = read_names(entries, "layer_types", num_layers)
-    if names is None:
-        is_whole = [window is None or is_full(layer) for layer in range(num_layers)]
-        return [None if whole else window for whole in is_whole]
-    if others := {*names} - {FULL, SLIDING}:
-        raise UnsupportedConfigError(
-            f"LlamaConfig: layer_types must only contain {FULL!r} and {SLIDING!r}, got "
-            f"{min(others)!r}."
-        )
-    if SLIDING in names and window is None:
-        raise ValueError(
-            f"LlamaConfig: sliding_window must be an integer if layer_types contains {SLIDING!r}, "
-            "got null."
-        )
-    return [None if name == FULL else window for name in names]
-
-
-def read_window(entries: ConfigEntries) -> int | None:
-    """Return the sliding window of all layers in tokens; None without a window."""
-    window = read_integer(entries, "sliding_window", None)
-    windows = {*read_windows(entries, lambda layer: False)}
-    if windows != {window}:
-        raise ValueError(
-            f"LlamaConfig: sliding_window must be null if layer_types contains {FULL!r}, got "
-            f"{window}."
-        )
-    return window
-
-
-def read_pattern_windows(
-    entries: ConfigEntries, default: int, *, full: int = -1
-) -> list[int | None]:
-    """Return the windows of layers in a repeated pattern, see `read_windows`.
-
-    Args:
-      entries: content of the ``config.json``, with the length ``sliding_window_pattern``.
-      default: length of the pattern if the entry is missing.
-      full: index in the pattern of the layer without a window; the last one by default.
-    """
-    every = read_integer(entries, "sliding_window_pattern", default)
-    check_positive("LlamaConfig", sliding_window_pattern=every)
-    return read_windows(entries, lambda layer: layer % every == full % every)
-
-
-def write_windows(config: ModelConfig) -> dict[str, Any]:
-    """Return the entries for `read_windows`."""
-    windows = config.sliding_windows
-    return {
-        "sliding_window": next(filter(None, windows), None),
-        "layer_types": [FULL if window is None else SLIDING for window in windows],
-    }
 
 
 def read_dense(entries: ConfigEntries, *, has_bias: bool = False) -> Dense:

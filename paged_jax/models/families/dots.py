@@ -12,11 +12,9 @@ from paged_jax.models.families.common import (
     read_heads,
     read_model,
     read_rope,
-    read_windows,
     write_heads,
     write_model,
     write_rope,
-    write_windows,
 )
 from paged_jax.models.families.expert_entries import (
     SIGMOID_ROUTER,
@@ -25,6 +23,7 @@ from paged_jax.models.families.expert_entries import (
     read_first_dense,
     write_experts,
 )
+from paged_jax.models.families.window_entries import read_windows, write_windows
 from paged_jax.models.layer_spec import LayerSpec
 from paged_jax.models.parts.attention import Attention, HeadNorm
 from paged_jax.models.parts.norm import Norm

@@ -18,7 +18,6 @@ from paged_jax.models.families.common import (
     read_heads,
     read_model,
     read_num_layers,
-    read_pattern_windows,
     read_rope,
     read_ropes,
     sandwich_norm,
@@ -28,8 +27,8 @@ from paged_jax.models.families.common import (
     write_model,
     write_rope,
     write_ropes,
-    write_windows,
 )
+from paged_jax.models.families.window_entries import read_pattern_windows, write_windows
 from paged_jax.models.gguf_layout import GgufLayout
 from paged_jax.models.gguf_metadata import GgufMetadata
 from paged_jax.models.layer_groups import FULL, SLIDING

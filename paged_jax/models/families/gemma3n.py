@@ -12,12 +12,10 @@ from paged_jax.models.families.common import (
     read_heads,
     read_model,
     read_num_layers,
-    read_pattern_windows,
     read_ropes,
     write_heads,
     write_model,
     write_ropes,
-    write_windows,
 )
 from paged_jax.models.families.gemma import (
     SANDWICH_TENSORS,
@@ -26,6 +24,7 @@ from paged_jax.models.families.gemma import (
     read_sources,
     write_sources,
 )
+from paged_jax.models.families.window_entries import read_pattern_windows, write_windows
 from paged_jax.models.layer_spec import LayerSpec
 from paged_jax.models.parts.activation import Activation, SparseGate
 from paged_jax.models.parts.attention import Attention, HeadNorm

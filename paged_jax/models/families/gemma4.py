@@ -22,11 +22,9 @@ from paged_jax.models.families.common import (
     read_factor,
     read_heads,
     read_model,
-    read_pattern_windows,
     sandwich_norm,
     write_model,
     write_parameters,
-    write_windows,
 )
 from paged_jax.models.families.expert_entries import (
     ExpertKeys,
@@ -44,6 +42,7 @@ from paged_jax.models.families.gemma import (
     write_sources,
 )
 from paged_jax.models.families.rope_entries import check_rope_keys, split_by_layer_type
+from paged_jax.models.families.window_entries import read_pattern_windows, write_windows
 from paged_jax.models.gguf_layout import GgufLayout
 from paged_jax.models.gguf_metadata import GgufMetadata
 from paged_jax.models.known_keys import read_layer_changes

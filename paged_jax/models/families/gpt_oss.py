@@ -12,12 +12,10 @@ from paged_jax.models.families.common import (
     read_factor,
     read_heads,
     read_model,
-    read_pattern_windows,
     read_rope,
     write_heads,
     write_model,
     write_rope,
-    write_windows,
 )
 from paged_jax.models.families.expert_entries import (
     ExpertKeys,
@@ -26,6 +24,7 @@ from paged_jax.models.families.expert_entries import (
     read_expert_sizes,
     write_expert_sizes,
 )
+from paged_jax.models.families.window_entries import read_pattern_windows, write_windows
 from paged_jax.models.gguf_layout import GgufLayout
 from paged_jax.models.gguf_metadata import GgufMetadata
 from paged_jax.models.layer_spec import LayerSpec

@@ -15,7 +15,6 @@ from paged_jax.models.families.common import (
     read_model,
     read_num_layers,
     read_rope,
-    read_window,
     write_dense,
     write_heads,
     write_model,
@@ -23,6 +22,7 @@ from paged_jax.models.families.common import (
     write_rope,
 )
 from paged_jax.models.families.rope_entries import choose_object, read_query_scale
+from paged_jax.models.families.window_entries import read_window
 from paged_jax.models.parts.attention import Attention
 from paged_jax.models.parts.mlp import Dense
 from paged_jax.models.parts.norm import Norm

@@ -13,7 +13,6 @@ from paged_jax.models.families.common import (
     read_model,
     read_num_layers,
     read_rope,
-    read_window,
     write_heads,
     write_model,
     write_rope,
@@ -27,6 +26,7 @@ from paged_jax.models.families.expert_entries import (
     write_expert_sizes,
 )
 from paged_jax.models.families.gguf_entries import PAIRED_ROWS, check_no_window
+from paged_jax.models.families.window_entries import read_window
 from paged_jax.models.gguf_layout import GgufLayout
 from paged_jax.models.gguf_metadata import GgufMetadata
 from paged_jax.models.parts.activation import Activation

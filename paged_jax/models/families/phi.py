@@ -13,12 +13,12 @@ from paged_jax.models.families.common import (
     read_model,
     read_num_layers,
     read_rope,
-    read_window,
     write_dense,
     write_heads,
     write_model,
     write_rope,
 )
+from paged_jax.models.families.window_entries import read_window
 from paged_jax.models.gguf_layout import GgufLayout
 from paged_jax.models.gguf_metadata import GgufMetadata
 from paged_jax.models.parts.attention import Attention

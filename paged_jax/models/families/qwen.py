@@ -17,13 +17,12 @@ from paged_jax.models.families.common import (
     read_heads,
     read_model,
     read_rope,
-    read_windows,
     write_dense,
     write_heads,
     write_model,
     write_rope,
-    write_windows,
 )
+from paged_jax.models.families.window_entries import read_windows, write_windows
 from paged_jax.models.gguf_layout import GgufLayout
 from paged_jax.models.layer_spec import LayerSpec
 from paged_jax.models.parts.attention import Attention, HeadNorm

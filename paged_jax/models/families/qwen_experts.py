@@ -14,7 +14,6 @@ from paged_jax.models.families.common import (
     read_heads,
     read_model,
     read_rope,
-    read_windows,
     write_heads,
     write_model,
     write_rope,
@@ -28,6 +27,7 @@ from paged_jax.models.families.expert_entries import (
     write_listed_dense,
     write_mlps,
 )
+from paged_jax.models.families.window_entries import read_windows
 from paged_jax.models.gguf_layout import GgufLayout
 from paged_jax.models.gguf_metadata import GgufMetadata
 from paged_jax.models.parts.activation import Activation

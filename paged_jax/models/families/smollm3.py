@@ -12,14 +12,13 @@ from paged_jax.models.families.common import (
     read_model,
     read_rope,
     read_rotations,
-    read_windows,
     write_dense,
     write_heads,
     write_model,
     write_rope,
     write_rotations,
-    write_windows,
 )
+from paged_jax.models.families.window_entries import read_windows, write_windows
 from paged_jax.models.layer_spec import LayerSpec
 from paged_jax.models.parts.attention import Attention
 from paged_jax.models.parts.mlp import Dense
