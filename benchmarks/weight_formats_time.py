@@ -27,8 +27,8 @@ import numpy as np
 
 from benchmarks.common.device_time import Program, memory_rate, take_turns
 from benchmarks.common.environment import environment, write_json
-from paged_jax.kernels.dispatch import weight_store
 from paged_jax.kernels.linear import Weight, linear
+from paged_jax.kernels.platforms import weight_store
 from paged_jax.kernels.weight_formats import (
     CODES,
     WeightArrays,

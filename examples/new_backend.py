@@ -8,45 +8,38 @@ error; ops that it does not have, such as writes, run on the backends of the lib
 """
 
 import argparse
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from paged_jax import LLM, SamplingParams
-from paged_jax.kernels.backend import AttentionArgs, Options, Pools, Problem
-from paged_jax.kernels.dispatch import add_backend
+from paged_jax.kernels.backend import AttentionArgs, Backend, Kernel, Options, Pools, Problem
+from paged_jax.kernels.op import add_backend
 
 
-class LoopBackend:
-    """Backend that computes attention with a loop over the columns of the block tables."""
-
-    platform: ClassVar[str | None] = None
-
-    def refusal(self, problem: Problem) -> str | None:
-        """Return why the backend does not support a call, or None if it does."""
-        if problem.shares_values or problem.pool_dtype.itemsize == 1:
-            return "it reads keys and values from two pools that are not quantised"
-        if problem.has_sinks or problem.options != Options(problem.options.scale):
-            return "it has no windows, soft caps or sinks"
-        return None
-
-    def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """Return the outputs and their log-sum-exp. A decode is a prefill of single tokens."""
-        if args.query_lens is not None:
-            return attend_blocks(args, options.scale)
-        out, lse = attend_blocks(args.as_prefill(), options.scale)
-        return out[:, 0], lse[:, 0]
+def refusal(problem: Problem) -> str | None:
+    """Return why the backend does not support a call, or None if it does."""
+    if problem.shares_values or problem.pool_dtype.itemsize == 1:
+        return "it reads keys and values from two pools that are not quantised"
+    if problem.has_sinks or problem.options != Options(problem.options.scale):
+        return "it has no windows, soft caps or sinks"
+    return None
 
 
-def attend_blocks(args: AttentionArgs, scale: float) -> tuple[jax.Array, jax.Array]:
+def decode(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+    """Attend with one query per sequence: a prompt of single tokens."""
+    out, lse = attend_blocks(args.as_prefill(), options)
+    return out[:, 0], lse[:, 0]
+
+
+def attend_blocks(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
     """Return outputs ``[B, T, H, D]`` and their log-sum-exp ``[B, T, H]``."""
     q, pools, block_tables, context_lens, query_lens, _, layer = args
     assert isinstance(pools, Pools) and pools.v is not None and query_lens is not None
     B, T, H, D = q.shape
     K, C = pools.num_kv_heads, pools.block_size
     keys, values = pools.k, pools.v
-    q_BTKGD = scale * q.astype(jnp.float32).reshape(B, T, K, H // K, D)
+    q_BTKGD = options.scale * q.astype(jnp.float32).reshape(B, T, K, H // K, D)
     # Number of tokens that each query sees; 0 for padding.
     steps = jnp.arange(T)[None]
     num_seen_BT = (context_lens - query_lens)[:, None] + steps + 1
@@ -79,12 +72,15 @@ def attend_blocks(args: AttentionArgs, scale: float) -> tuple[jax.Array, jax.Arr
     return out.reshape(q.shape).astype(q.dtype), (peak + jnp.log(total)).reshape(B, T, H)
 
 
+LOOP = Backend({"decode": Kernel(decode, refusal), "prefill": Kernel(attend_blocks, refusal)})
+
+
 def main() -> None:
     """Generate text with the backend."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("prompt")
     args = parser.parse_args()
-    add_backend("loop", LoopBackend())
+    add_backend("loop", LOOP)
     llm = LLM(backend="loop", max_num_seqs=1)
     (output,) = llm.generate([args.prompt], SamplingParams(temperature=0, max_tokens=32))
     print(args.prompt + output.outputs[0].text)

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.formatting import short_repr
+from paged_jax.kernels.bits import as_bits, from_bits
 from paged_jax.kernels.linear import Weight, linear, linear_gradients
-from paged_jax.kernels.rows import as_bits, from_bits
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.sampling.sample import log_sum_exp
 

@@ -5,10 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from examples.new_backend import LoopBackend
+from examples.new_backend import LOOP, decode, refusal
 from paged_jax import LLM, SamplingParams
-from paged_jax.kernels import BACKENDS, dispatch
-from paged_jax.kernels.dispatch import add_backend
+from paged_jax.kernels import BACKENDS, backend_for, op
+from paged_jax.kernels.backend import Backend, Kernel
+from paged_jax.kernels.op import add_backend
 from tests.support.paged_batch import PagedBatch, queries
 from tests.support.tiny_model import SIZES
 
@@ -17,8 +18,8 @@ LENGTHS, QUERY_LENS = [0, 1, 8, 9, 41], [0, 1, 3, 0, 7]
 
 @pytest.fixture
 def loop(monkeypatch) -> dict:
-    monkeypatch.setattr(dispatch, "_ADDED", {})
-    add_backend("loop", LoopBackend())
+    monkeypatch.setattr(op, "_ADDED", {})
+    add_backend("loop", LOOP)
     return {"backend": "loop"}
 
 
@@ -48,28 +49,27 @@ def test_calls_that_the_backend_refuses_raise_an_error(loop, pools, options, rea
         batch.decode(queries((len(LENGTHS), 6, 16)), **loop, **options)
 
 
-def test_ops_without_a_method_of_the_backend_name_the_others(loop) -> None:
-    names = [name for name in BACKENDS if dispatch.backend_for("write", name)]
+def test_ops_without_a_kernel_of_the_backend_name_the_others(loop) -> None:
+    names = [name for name in BACKENDS if backend_for("write", name)]
     assert "loop" not in names and "xla" in names
-    assert dispatch.backend_for("ragged", "loop") is None
-    assert dispatch.backend_for("decode", "loop") == "loop"
+    assert backend_for("ragged", "loop") is None
+    assert backend_for("decode", "loop") == "loop"
 
 
-def test_interpret_reaches_a_backend_with_this_field(loop) -> None:
+def test_interpret_reaches_a_kernel_that_can_be_interpreted(loop) -> None:
     seen = []
 
-    @dataclasses.dataclass(frozen=True)
-    class PallasLoop(LoopBackend):
-        interpret: bool = False
+    def run(args, options, interpret=False):
+        seen.append(interpret)
+        return decode(args, options)
 
-        def attend(self, args, options):
-            seen.append(self.interpret)
-            return super().attend(args, options)
+    def refuse(problem, interpret=False):
+        return refusal(problem)
 
     batch, q = PagedBatch.random(LENGTHS), queries((len(LENGTHS), 6, 16))
     with pytest.raises(ValueError, match="interpret needs a backend .* got backend='loop'"):
         batch.decode(q, **loop, interpret=True)
-    add_backend("pallas_loop", PallasLoop())
+    add_backend("pallas_loop", Backend({"decode": Kernel(run, refuse, can_interpret=True)}))
     for interpret in (False, True):
         batch.decode(q, backend="pallas_loop", interpret=interpret)
     assert seen == [False, True]
@@ -85,10 +85,9 @@ def test_engine_runs_on_the_backend(loop, tiny_folder) -> None:
         assert a.outputs[0].token_ids == b.outputs[0].token_ids
 
 
-def test_add_backend_checks_the_name_and_the_platform(loop, monkeypatch) -> None:
+def test_add_backend_checks_the_name_and_the_platform(loop) -> None:
     assert "loop" in BACKENDS and list(BACKENDS)[-1] == "loop" and len(BACKENDS) == len([*BACKENDS])
     with pytest.raises(ValueError, match="name must not be one of cpu, .*, got xla"):
-        add_backend("xla", LoopBackend())
-    monkeypatch.setattr(LoopBackend, "platform", "cpu")
+        add_backend("xla", LOOP)
     with pytest.raises(ValueError, match="backend.platform must be None, got 'cpu'"):
-        add_backend("other", LoopBackend())
+        add_backend("other", dataclasses.replace(LOOP, platform="cpu"))

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from paged_jax import LLM
-from paged_jax.kernels.rows import default_kv_dtype
+from paged_jax.kernels.platforms import default_kv_dtype
 from paged_jax.models.decoder import Decoder
 from paged_jax.rollouts import Rollout, read_rows, rollout
 from paged_jax.runner import decode_state

@@ -16,8 +16,8 @@ from benchmarks.attention.peers import Peer, Variants
 from benchmarks.attention.programs import JaxCall
 from benchmarks.common.process import PeerUnavailable
 from benchmarks.schedule.rules import PARTITION
-from paged_jax.kernels import triton
 from paged_jax.kernels.backend import AttentionArgs, Options
+from paged_jax.kernels.triton import decode
 
 
 def _divided(num_parts: Callable[[Case], int]) -> Peer:
@@ -29,7 +29,7 @@ def _divided(num_parts: Callable[[Case], int]) -> Peer:
         def op(q: jax.Array, layer: Any, inputs: Inputs) -> jax.Array:
             _, pools, tables, lengths, query_lens = inputs
             args = AttentionArgs(q, pools, tables, lengths, query_lens, None, layer)
-            return triton.decode(args, Options(scale=1.0), num_parts=count)[0]
+            return decode.decode(args, Options(scale=1.0), num_parts=count)[0]
 
         return {"": JaxCall(op, inputs)}
 

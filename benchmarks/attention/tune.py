@@ -47,11 +47,13 @@ from benchmarks.attention.programs import (
 )
 from benchmarks.common.device_time import Rates, measure_rates, take_turns
 from benchmarks.common.environment import environment, write_json
-from paged_jax.kernels import gpu_device, triton
+from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Options
 from paged_jax.kernels.call_table import CallShape
 from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.triton import tuning
+from paged_jax.kernels.triton.decode import decode
+from paged_jax.kernels.triton.prefill import prefill
 
 TABLE = Path(tuning.__file__).with_name("tuning.json")
 _STEP_TOKENS = (16, 32, 64, 128, 256)
@@ -163,10 +165,8 @@ def kernel_call(
         _, pools, tables, lens, query_lens = inputs
         args = AttentionArgs(q, pools, tables, lens, query_lens, None, layer)
         if isinstance(params, tuning.DecodeParams):
-            return triton.decode(
-                args, options, params=params, num_parts=num_parts, interpret=interpret
-            )[0]
-        return triton.prefill(args, options, params=params, interpret=interpret)[0]
+            return decode(args, options, params=params, num_parts=num_parts, interpret=interpret)[0]
+        return prefill(args, options, params=params, interpret=interpret)[0]
 
     return JaxCall(call, inputs)
 

@@ -48,14 +48,14 @@ from benchmarks.gpu.cases import (
 )
 from benchmarks.gpu.defaults import default_lines
 from paged_jax.kernels import BACKENDS
-from paged_jax.kernels.backend import Op
-from paged_jax.kernels.dispatch import backends_of
+from paged_jax.kernels.backend import PoolOp
+from paged_jax.kernels.op import backends_of
 
 # JAX's name of the platform of a program, by the platform of a device.
 _PLATFORMS = {"gpu": "cuda"}
 
 
-def backends_to_time(op: Op) -> list[str]:
+def backends_to_time(op: PoolOp) -> list[str]:
     """Return the names of the backends for the platform that have an op; on CPUs also XLA."""
     platform = jax.devices()[0].platform
     names = [
@@ -199,7 +199,7 @@ def _choose_cases(options: argparse.Namespace) -> list[OpCase]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Time all ops on each backend for GPUs.")
-    ops: Iterable[str] = get_args(Op)
+    ops: Iterable[str] = get_args(PoolOp)
     parser.add_argument("--ops", nargs="+", choices=ops, default=list(ops))
     models = [*MODELS, *LATENT_MODELS]
     parser.add_argument("--models", nargs="+", choices=models, default=list(DEFAULT_MODELS))

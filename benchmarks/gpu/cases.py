@@ -27,11 +27,11 @@ from paged_jax.kernels import (
     paged_write,
     ragged_paged_attention,
 )
-from paged_jax.kernels.backend import ATTENTION, Op, Pools
+from paged_jax.kernels.backend import ATTENTION, PoolOp, Pools
 from paged_jax.kernels.call_table import CallShape
 from paged_jax.kernels.kv_dtypes import KVDtype
 
-UPDATES: tuple[Op, ...] = ("write", "rope_write", "copy_blocks")
+UPDATES: tuple[PoolOp, ...] = ("write", "rope_write", "copy_blocks")
 """Ops that change the pools."""
 
 DEFAULT_MODELS = ("Llama-3 8B", "DeepSeek-V2-Lite")
@@ -64,7 +64,7 @@ class OpCase:
       block_size: number of tokens in a block.
     """
 
-    op: Op
+    op: PoolOp
     batch: int
     context: int
     chunk: int = 1

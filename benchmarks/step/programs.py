@@ -8,7 +8,6 @@ the same steps.
 import contextlib
 import dataclasses
 import functools
-import importlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -24,8 +23,11 @@ from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.engine import footprint
 from paged_jax.engine.device_memory import device_memory
 from paged_jax.engine.pool_size import choose_pool_size, resolve_kv_dtype
-from paged_jax.kernels import norm_rope, triton
+from paged_jax.kernels import norm_rope, op
+from paged_jax.kernels.backend import Kernel
 from paged_jax.kernels.kv_dtypes import KVDtype
+from paged_jax.kernels.op import BACKENDS
+from paged_jax.kernels.triton import write as triton_write
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.loading.parameters import ModelSpec
 from paged_jax.models.matrix_formats import MatrixFormats
@@ -315,14 +317,10 @@ def _changed(program: Program, variant: Variant) -> Program:
     return dataclasses.replace(program, jitted=jitted)
 
 
-# Import the module, because its package has a function with the same name.
-_TRITON_WRITE = importlib.import_module("paged_jax.kernels.triton.write")
-
-
-def _rotate_then_write(args: Any, options: Any, interpret: Any) -> Any:
-    return norm_rope.rope_then_write(
-        functools.partial(triton.write, interpret=interpret), args, options
-    )
+_APART = Kernel(
+    functools.partial(norm_rope.rope_then_write, write=triton_write.write),
+    BACKENDS["triton"].kernels["write"].refusal,
+)
 
 
 @contextlib.contextmanager
@@ -330,17 +328,16 @@ def _traced_with(variant: Variant) -> Iterator[None]:
     """Return a context for tracing, for changes that no argument of a program can make."""
     with contextlib.ExitStack() as stack:
         if variant.is_apart:
-            kernels = {"rope_write": _rotate_then_write}
-            stack.enter_context(mock.patch.dict(triton.Triton.kernels, kernels))
+            kernels = {"rope_write": _APART}
+            stack.enter_context(mock.patch.dict(BACKENDS["triton"].kernels, kernels))
         if variant.query_dtype is not None:
             dtype = jnp.dtype(variant.query_dtype)
             stack.enter_context(mock.patch.object(KVDtype, "query_dtype", dtype))
         if variant.is_apart or variant.query_dtype is not None:
             # Clear JAX's traces before and after, because they do not have these changes.
-            jitted: Any  # The type of jitted functions lacks `clear_cache`.
-            for jitted in (triton.Triton.rope_write, _TRITON_WRITE.rope_write):
-                jitted.clear_cache()
-                stack.callback(jitted.clear_cache)
+            for clear in (op.differentiable.cache_clear, triton_write.rope_write.clear_cache):
+                clear()
+                stack.callback(clear)
         yield
 
 

@@ -21,7 +21,7 @@ from paged_jax.engine.request_factory import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from paged_jax.formatting import short_repr
 from paged_jax.kernels import BACKENDS
 from paged_jax.kernels.kv_dtypes import KV_DTYPES
-from paged_jax.kernels.linear import attends_to_tiles
+from paged_jax.kernels.platforms import attends_to_tiles
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.loading.parameters import DTYPES
 from paged_jax.models.paged_model import PagedModel

@@ -66,9 +66,8 @@ from paged_jax.cache.retention import AllTokens, LastState, Retention, retention
 from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.formatting import format_bytes
 from paged_jax.kernels.kv_dtypes import KVDtype
-from paged_jax.kernels.linear import copies_weights
 from paged_jax.kernels.padding import padded_head_dim, padded_state_shape
-from paged_jax.kernels.rows import sets_rows_in_place
+from paged_jax.kernels.platforms import copies_weights, sets_rows_in_place
 from paged_jax.kernels.weight_formats import FLOAT_CODES
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.decoder import Decoder

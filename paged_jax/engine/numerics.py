@@ -1,7 +1,7 @@
 """How an engine's model computes: exact or fast numerics, int8 activations, cascade attention.
 
 All three change the last bits of logits. `layer_backend` decides whether int8 activations run.
-`PagedModel.with_numerics` decides which backends compute exact numerics, and `kernels.dispatch`
+`PagedModel.with_numerics` decides which backends compute exact numerics, and `kernels.op`
 which backend is the best for a device.
 """
 
@@ -11,7 +11,7 @@ from flax import nnx
 from paged_jax.arguments import ArgumentError
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.pool_size import resolve_kv_dtype
-from paged_jax.kernels.dispatch import int8_backend
+from paged_jax.kernels.op import BACKENDS
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner.devices import gains_from_cascade
@@ -31,7 +31,9 @@ def layer_backend(options: EngineConfig, model: PagedModel, platform: str) -> st
         reason = f"with the backend {options.backend!r}"
     elif platform != "cpu":
         reason = f"on a device of {platform}"
-    elif (reason := int8_backend().unavailable_for(model.matrix_formats.codes)) is None:
+    elif (
+        reason := BACKENDS["cpu_int8"].unavailable_for(model.matrix_formats.codes, "", "")
+    ) is None:
         return "cpu_int8"
     raise ArgumentError("Engine", f"must be False {reason}, got True.", "int8_activations")
 

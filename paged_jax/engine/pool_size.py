@@ -12,7 +12,7 @@ from paged_jax.engine.device_memory import DeviceMemory
 from paged_jax.engine.footprint import Footprint
 from paged_jax.formatting import format_bytes
 from paged_jax.kernels.kv_dtypes import KV_DTYPES
-from paged_jax.kernels.rows import default_kv_dtype
+from paged_jax.kernels.platforms import default_kv_dtype
 from paged_jax.runner.devices import uses_host_memory
 from paged_jax.runner.sizes import Sizes
 

@@ -42,8 +42,12 @@ from paged_jax.kernels.checks import (
     default_layer,
     pool_letters,
 )
-from paged_jax.kernels.dispatch import Dispatch
 from paged_jax.kernels.gradients import attend_differentiably
+from paged_jax.kernels.op import Op
+from paged_jax.kernels.xla.attention import attend as plain_attend
+
+DECODE = Op("decode", plain_attend, Problem.of_attention, attend_differentiably)
+PREFILL = Op("prefill", plain_attend, Problem.of_attention, attend_differentiably)
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -276,16 +280,13 @@ def attend(
     )
     args = _bounded(args, sizes)
 
-    has_sinks = args.sinks is not None
-    problem = Problem.build(args.op, sizes, args.q.dtype, args.pools, options, has_sinks=has_sinks)
-    call = Dispatch(function, problem, backend, interpret, args.q)
+    op = DECODE if args.query_lens is None else PREFILL
+    call = op.bind(
+        args, options, function=function, backend=backend, interpret=interpret, array=args.q
+    )
     if args.q.size == 0 or sizes["M"] == 0:
         return _attend_to_nothing(args, options.output_dim(sizes["D"]))
-    args = args._replace(layer=jnp.clip(args.layer, 0, sizes["L"] - 1))
-    # The reference backend is plain JAX code, which JAX differentiates to any order.
-    if backend == "reference":
-        return call.run(args)
-    return attend_differentiably(call, args)
+    return call(args._replace(layer=jnp.clip(args.layer, 0, sizes["L"] - 1)))
 
 
 def _checked(

@@ -1,48 +1,19 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Interface of the backends: arrays, options and ops.
-
-A `Backend` is an object with a method for each op that it implements::
-
-    attend(args, options)           attention of a decode or a prefill, see `AttentionArgs`
-    attend_ragged(args, options)    attention of a ragged batch, see `RaggedArgs`
-    write(args)                     write K and V of new tokens, see `WriteArgs`
-    rope_write(args, options)       normalise, rotate and write, see `RopeWriteArgs`
-    copy_blocks(args)               copy blocks in all layers, see `CopyArgs`
-
-    linear(x, w), sum_rows(x)       see `LinearOps`
-    quantised_linear(x, w)          multiply by a quantised `Weight` without a copy in floats
-    grouped_linear(x, w, sizes)     multiply rows, sorted by group, by the weights of their groups
-    advance_rows(step)              advance states of recurrent layers by a token, see `StateStep`
-
-    stored_format, layouts          how weights are stored, see `WeightStore`
-
-Attention returns ``(out, lse)``, the output and the log-sum-exp. A write or copy returns the new
-`Pools`, changed in place if they are donated; `rope_write` returns the queries and the pools. For
-the first five ops, `Backend.refusal` returns why a backend does not support a call, or None. Each
-of the last three ops has its own method for this, with the suffix ``_refusal`` and the arguments of
-the op, such as ``grouped_linear_refusal``; see `dispatch.run_kernel`.
+"""Arguments of the ops, and what a backend is: `Kernel`s by the names of their ops.
 
 Backends can rely on arguments that are in range, because the public ops check and clip them. In
 attention, ``layer`` is in ``0..L - 1``, ``context_lens`` in ``0..M * C``, and ``query_lens`` in
 ``0..T`` and at most ``context_lens``. In ragged batches, ``cu_query_lens`` is in ``0..N``.
 
-The arrays of a call and its `Options` determine its result. A backend that is written in Pallas is
-a dataclass with a field `interpret`: whether its kernels run in Pallas' interpreter.
+Attention returns ``(out, lse)``, the output and the log-sum-exp. A write or copy returns the new
+`Pools`, changed in place if they are donated; `rope_write` returns the queries and the pools. The
+arrays of a call and its `Options` determine its result.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    ClassVar,
-    Literal,
-    NamedTuple,
-    Protocol,
-    Self,
-    TypeAlias,
-    runtime_checkable,
-)
+import functools
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -50,14 +21,15 @@ from jax.typing import DTypeLike
 
 from paged_jax.formatting import listed, short_repr
 from paged_jax.kernels.kv_dtypes import KVDtype
-from paged_jax.kernels.weight_formats import Layout, Weight, WeightFormat
+from paged_jax.kernels.weight_formats import Weight
 
 if TYPE_CHECKING:
     from jax.experimental.pallas.tpu import InterpretParams
 
-Op = Literal["decode", "prefill", "ragged", "write", "rope_write", "copy_blocks"]
+# The ops whose calls a `Problem` describes.
+PoolOp = Literal["decode", "prefill", "ragged", "write", "rope_write", "copy_blocks"]
 
-ATTENTION: tuple[Op, ...] = ("decode", "prefill", "ragged")
+ATTENTION: tuple[PoolOp, ...] = ("decode", "prefill", "ragged")
 
 # Keys or values.
 Half = Literal["k", "v"]
@@ -313,6 +285,32 @@ class CopyArgs(NamedTuple):
     targets: jax.Array
 
 
+class LinearArgs(NamedTuple):
+    """Arrays of a matmul with a weight, see `paged_jax.kernels.linear.linear`.
+
+    Attributes:
+      x: floating point ``[..., in]``.
+      w: the weight, ``[*out, in]``.
+    """
+
+    x: jax.Array
+    w: Weight
+
+
+class GroupedLinearArgs(NamedTuple):
+    """Arrays of a matmul with the weights of groups, see `paged_jax.kernels.grouped_linear`.
+
+    Attributes:
+      x: floating point ``[R, in]``, sorted by group.
+      w: the weights, ``[X, out, in]``.
+      sizes: i32 ``[X]``, number of rows in each group.
+    """
+
+    x: jax.Array
+    w: Weight
+    sizes: jax.Array
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StateRows:
@@ -418,6 +416,21 @@ def state_shape(step: StateStep) -> tuple[int, ...]:
     return shape
 
 
+def spread(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of a tuple that calls `function` with the elements of the tuple."""
+
+    @functools.wraps(function)
+    def call(args: tuple[Any, ...], **options: Any) -> Any:
+        return function(*args, **options)
+
+    return call
+
+
+def supports_all(*call: Any) -> None:
+    """Return None: every call is supported. It is the `Kernel.refusal` of kernels in plain JAX."""
+    del call
+
+
 @dataclass(frozen=True)
 class Options:
     """Options of an op. They are hashable, so `jax.jit` can treat them as static.
@@ -478,7 +491,7 @@ class Problem:
       shares_values: whether each value vector is the beginning of its key vector.
     """
 
-    op: Op
+    op: PoolOp
     sizes: tuple[tuple[str, int], ...]
     q_dtype: Any
     pool_dtype: Any
@@ -488,23 +501,67 @@ class Problem:
     shares_values: bool = False
 
     @classmethod
-    def build(
+    def of_attention(cls, args: AttentionArgs, options: Options) -> Self:
+        """Describe a decode or a prefill."""
+        *batch, H, D = args.q.shape
+        sizes = dict(zip("BT", batch, strict=False)) | {"H": H, "D": D}
+        sizes["M"] = args.block_tables.shape[1]
+        return cls._of_pools(args.op, args.q.dtype, args.pools, options, sizes, args.sinks)
+
+    @classmethod
+    def of_ragged(cls, args: RaggedArgs, options: Options) -> Self:
+        """Describe a ragged batch."""
+        N, H, D = args.q.shape
+        B, M = args.block_tables.shape
+        sizes = {"N": N, "H": H, "D": D, "B": B, "M": M}
+        return cls._of_pools("ragged", args.q.dtype, args.pages, options, sizes, args.sinks)
+
+    @classmethod
+    def of_write(cls, args: WriteArgs, options: None = None) -> Self:
+        """Describe a write."""
+        N, _, D = args.k.shape
+        del options
+        value_dim = None if args.v is None or args.v.shape[-1] == D else args.v.shape[-1]
+        own, sizes = Options(value_dim=value_dim), {"N": N, "D": D}
+        return cls._of_pools("write", args.k.dtype, args.pools, own, sizes)
+
+    @classmethod
+    def of_rope_write(cls, args: RopeWriteArgs, options: Options) -> Self:
+        """Describe a write of a rotated projection."""
+        N, K, width, D = args.qkv.shape
+        sizes = {"N": N, "D": D, "H": K * (width - 2)}
+        return cls._of_pools("rope_write", args.qkv.dtype, args.pools, options, sizes)
+
+    @classmethod
+    def of_copy(cls, args: CopyArgs, options: None = None) -> Self:
+        """Describe a copy of blocks."""
+        del options
+        pools, D = args.pools, args.pools.k.shape[-1]
+        value_dim = None if pools.v is None or pools.v.shape[-1] == D else pools.v.shape[-1]
+        own, sizes = Options(value_dim=value_dim), {"N": args.sources.size, "D": D}
+        return cls._of_pools("copy_blocks", pools.k.dtype, pools, own, sizes)
+
+    @classmethod
+    def _of_pools(
         cls,
-        op: Op,
-        sizes: Mapping[str, int],
+        op: PoolOp,
         dtype: DTypeLike,
         pools: Pools | Pages,
         options: Options,
-        *,
-        has_sinks: bool = False,
+        sizes: dict[str, int],
+        sinks: jax.Array | None = None,
     ) -> Self:
-        """Describe a call. `dtype` becomes the attribute `q_dtype`."""
+        sizes |= {"P": pools.num_blocks, "K": pools.num_kv_heads, "C": pools.block_size}
+        if isinstance(pools, Pools):
+            sizes["L"] = pools.k.shape[0]
+        if options.value_dim is not None:
+            sizes["U"] = options.value_dim
         return cls(
             op=op,
             sizes=tuple(sizes.items()),
             q_dtype=jnp.dtype(dtype),
             pool_dtype=pools.dtype,
-            has_sinks=has_sinks,
+            has_sinks=sinks is not None,
             options=options,
             lanes=pools[0].shape[-1],
             shares_values=pools.shares_values,
@@ -546,80 +603,86 @@ class Problem:
         return dict(self.sizes)[letter]
 
 
-class Backend(Protocol):
-    """Interface of a backend. Instances are hashable, and equal if they behave the same.
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A backend's implementation of an op.
 
     Attributes:
+      run: function of the arguments of the op (a tree of arrays), and of `options` if the op has
+        any. It returns what the op's plain meaning returns. The arguments are in range, because the
+        public ops check and clip them.
+      refusal: function of what `Op.describe` returns for a call, a `Problem` in most ops. It
+        returns why the kernel does not support the call, as a phrase, or None if it does.
+      unavailable: function like `refusal`, which compiles the kernel on this machine, and returns
+        why that failed. None if nothing must be compiled before a program is lowered.
+      can_interpret: whether the kernel is written in Pallas. `run` and `refusal` then have the
+        keyword argument `interpret`: whether to run in Pallas' interpreter.
+      is_differentiable: whether JAX can differentiate `run` itself, as often as the op promises.
+      runs_anywhere: whether a program for another platform may contain the kernel, because it
+        becomes plain JAX when it is lowered for another platform, or is plain JAX.
+      interpret: whether it runs in Pallas' interpreter, see `interpreted`.
+    """
+
+    run: Callable[..., Any]
+    refusal: Callable[..., str | None] = supports_all
+    unavailable: Callable[[Any], str | None] | None = None
+    can_interpret: bool = False
+    is_differentiable: bool = False
+    runs_anywhere: bool = False
+    interpret: Interpret = False
+
+    def refuses(self, call: Any) -> str | None:
+        """Return `refusal` of a call."""
+        return self.refusal(call)
+
+    def interpreted(self, interpret: Interpret) -> "Kernel":
+        """Return the kernel in Pallas' interpreter, if it is written in Pallas."""
+        return _interpreted(self, interpret) if self.can_interpret else self
+
+
+@functools.cache
+def _interpreted(kernel: Kernel, interpret: Interpret) -> Kernel:
+    run, refusal = (functools.partial(x, interpret=interpret) for x in (kernel.run, kernel.refusal))
+    return replace(kernel, run=run, refusal=refusal, can_interpret=False, interpret=interpret)
+
+
+@dataclass(frozen=True, eq=False)
+class Backend:
+    """Kernels for some ops. All other ops run on the best backend for the platform.
+
+    Attributes:
+      kernels: the kernels by the names of their ops (`paged_jax.kernels.ops`).
       platform: JAX's name of the only platform that the backend supports; None if it supports all
         platforms. On its platform, a backend is preferred to the backends for all platforms.
+      missing_ops: function that returns the ops for which this device lacks what the kernels need.
+        Models run them on other backends.
+      preference: function of a `Problem` that returns why measurements prefer this backend to
+        others of its platform for the call; None if they do not, or if nothing was measured.
+      is_plain: whether ops run their plain meaning, which is then all that the backend has.
+      is_exact: whether each row has the same bits in any program and batch.
+      unavailable_for: function of the codes of a model's matrices (see `WeightFormat`), its float
+        dtype and the dtype of its cache. It returns why the backend cannot run the model on this
+        machine, or None if it can.
     """
 
-    platform: ClassVar[str | None]
+    kernels: Mapping[str, Kernel]
+    platform: str | None = None
+    missing_ops: Callable[[], Collection[str]] = tuple
+    preference: Callable[[Problem], str | None] | None = None
+    is_plain: bool = False
+    is_exact: bool = False
+    unavailable_for: Callable[[Collection[str], DTypeLike, DTypeLike], str | None] = supports_all
 
-    def refusal(self, problem: Problem) -> str | None:
-        """Return why the backend does not support `problem`, as a phrase; None if it does."""
-        ...
+    @property
+    def can_interpret(self) -> bool:
+        """Whether the backend is written in Pallas, so that it can be interpreted."""
+        return any(kernel.can_interpret for kernel in self.kernels.values())
 
+    def has_op(self, op: str) -> bool:
+        """Return whether the backend has a kernel for an op that this device can run."""
+        return self.is_plain or (op in self.kernels and op not in self.missing_ops())
 
-class ExactBackend(Backend, Protocol):
-    """Interface of a backend that gives each row the same bits in any program and batch.
-
-    Attributes:
-      is_exact: True.
-    """
-
-    is_exact: ClassVar[bool]
-
-    def unavailable_for(
-        self, codes: Collection[str], dtype: DTypeLike, pool_dtype: DTypeLike
-    ) -> str | None:
-        """Return why the backend cannot run a model on this machine, or None if it can.
-
-        Args:
-          codes: codes of the model's matrices, see `WeightFormat`.
-          dtype: float dtype of the model.
-          pool_dtype: dtype of the cache.
-        """
-        ...
-
-
-@runtime_checkable
-class LinearOps(Protocol):
-    """Ops of a backend that multiplies matrices."""
-
-    def linear(self, x: jax.Array, w: Weight) -> jax.Array:
-        """Multiply the last dimension of `x` by a weight, see `paged_jax.kernels.linear.linear`."""
-        ...
-
-    def sum_rows(self, x: jax.Array) -> jax.Array:
-        """Sum float32 ``[..., N]`` over the last dimension, to ``[..., 1]``."""
-        ...
-
-
-class WeightStore(Protocol):
-    """Methods of a backend that choose how the weights of a model are stored.
-
-    A format determines the arrays of a matrix, and so the memory of the model. A layout only
-    permutes their elements. Loading, replacing and returning weights call the `Layout`; models and
-    plans know nothing of it.
-    """
-
-    def stored_format(self, format: WeightFormat, num_devices: int) -> WeightFormat:
-        """Return the format in which matrices of a plain format are stored, without rounding.
-
-        Args:
-          format: a format of the files of a model.
-          num_devices: number of devices over which the model is divided.
-        """
-        ...
-
-    def layouts(
-        self, matrices: Sequence[tuple[WeightFormat, tuple[int, ...]]], dtype: DTypeLike
-    ) -> list[Layout | None]:
-        """Return the layout that kernels read fastest for each matrix; None for the plain layout.
-
-        Args:
-          matrices: stored format and shape ``[*out, in]`` of each matrix of a model.
-          dtype: float dtype of the model.
-        """
-        ...
+    def interpreted(self, interpret: Interpret = True) -> "Backend":
+        """Return the backend with all of its Pallas kernels in Pallas' interpreter."""
+        kernels = {op: kernel.interpreted(interpret) for op, kernel in self.kernels.items()}
+        return replace(self, kernels=kernels, missing_ops=tuple)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from paged_jax.kernels.rows import as_bits, from_bits
+from paged_jax.kernels.bits import as_bits, from_bits
 from paged_jax.kernels.weight_formats import Weight, dequantise
 
 # Number of lanes of a TPU vector register: each of its rows has this number of elements.

@@ -12,7 +12,7 @@ The environment variable PAGED_JAX_GPU_DEFAULTS names another file to read inste
 
 The table has entries only for measured calls. An entry is found by the GPU, the op, the sizes and
 the dtypes of a call. It applies to any number of sequences, any lengths and any options. For calls
-without an entry, the order of the backends in `paged_jax.kernels.dispatch` decides.
+without an entry, the order of the backends in `paged_jax.kernels.op` decides.
 """
 
 import functools
@@ -21,8 +21,9 @@ import os
 from pathlib import Path
 from typing import Any, get_args
 
-from paged_jax.kernels.backend import Op, Problem
+from paged_jax.kernels.backend import PoolOp, Problem
 from paged_jax.kernels.call_table import CallShape, CallTable, parse_table
+from paged_jax.kernels.gpu_device import device
 
 # Environment variable with the path of a table to read instead of `gpu_defaults.json`.
 DEFAULTS_VARIABLE = "PAGED_JAX_GPU_DEFAULTS"
@@ -32,6 +33,14 @@ def measured_backend(device_kind: str, problem: Problem) -> str | None:
     """Return the fastest backend's name for a call on a GPU; None if the table has no entry."""
     calls = _measured().get(device_kind, {}).get(problem.op, {})
     return calls.get(CallShape.of(problem)) if calls else None
+
+
+def preference(backend: str, problem: Problem) -> str | None:
+    """Return why a backend is preferred to others for a call on this GPU, or None if it is not."""
+    kind = device().kind
+    if measured_backend(kind, problem) != backend:
+        return None
+    return f"it was measured faster on this device, {kind}"
 
 
 @functools.cache
@@ -51,7 +60,7 @@ def parse(text: str) -> CallTable[str]:
       >>> parse('{"NVIDIA H200": {"decode": {}}}')
       {'NVIDIA H200': {'decode': {}}}
     """
-    return parse_table(text, get_args(Op), _parse_entry)
+    return parse_table(text, get_args(PoolOp), _parse_entry)
 
 
 def _parse_entry(_: str, fields: dict[str, Any]) -> str:

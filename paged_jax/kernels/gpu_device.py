@@ -1,32 +1,14 @@
-"""The GPU that kernels are compiled for, and a base class of the backends for GPUs."""
+"""The GPU that kernels are compiled for."""
 
 import contextlib
 import contextvars
 import functools
 import importlib.metadata
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
-
-from paged_jax.kernels.backend import (
-    AttentionArgs,
-    CopyArgs,
-    Interpret,
-    Options,
-    Pools,
-    Problem,
-    RaggedArgs,
-    RaggedOptions,
-    RopeWriteArgs,
-    WriteArgs,
-)
-from paged_jax.kernels.dispatch import general_backend
-from paged_jax.kernels.gpu_defaults import measured_backend
-from paged_jax.kernels.gradients import with_plain_gradients
-from paged_jax.kernels.ragged_chunks import attend_in_parts
 
 
 class GpuInfo(NamedTuple):
@@ -154,58 +136,3 @@ def _first_gpu() -> GpuInfo:
         return DEFAULT
     major, minor = gpu.compute_capability.split(".")
     return GpuInfo(gpu.device_kind, gpu.core_count, (int(major), int(minor)))
-
-
-@dataclass(frozen=True)
-class GpuBackend:
-    """Base class of the backends for NVIDIA GPUs. Each op launches a kernel.
-
-    Attributes:
-      name: name of the backend.
-      kernels: functions that launch a kernel, by name: `decode`, `prefill`, `attend_to_chunks`,
-        `write`, `rope_write` and `copy_blocks`. Their arguments are the arrays, `options` if the op
-        has any, and `interpret`.
-      interpret: whether to interpret the kernels; or parameters of the interpreter.
-    """
-
-    platform: ClassVar[str | None] = "cuda"
-    name: ClassVar[str]
-    kernels: ClassVar[dict[str, Callable[..., Any]]]
-    interpret: Interpret = False
-
-    def preference(self, problem: Problem) -> str | None:
-        """Return why this backend is preferred to others for a call, or None if it is not."""
-        kind = device().kind
-        if measured_backend(kind, problem) != self.name:
-            return None
-        return f"it was measured faster on this device, {kind}"
-
-    def _kernel(self, name: str, **options: Any) -> Callable[..., Any]:
-        return functools.partial(self.kernels[name], interpret=self.interpret, **options)
-
-    def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """Run a decode or a prefill, in one launch."""
-        return self._kernel(args.op, options=options)(args)
-
-    def attend_ragged(
-        self, args: RaggedArgs, options: RaggedOptions
-    ) -> tuple[jax.Array, jax.Array]:
-        """Run single queries in the decode kernel, and longer chunks in the prefill kernel."""
-        decode = self._kernel("decode", options=options)
-        return attend_in_parts(decode, self._kernel("attend_to_chunks", options=options), args)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def write(self, args: WriteArgs) -> Pools:
-        """Write keys and values of new tokens, in one launch."""
-        return with_plain_gradients(self._kernel("write"), general_backend().write)(args)
-
-    @functools.partial(jax.jit, static_argnums=(0, 2))
-    def rope_write(self, args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
-        """Normalise and rotate heads, and write keys and values, in one launch."""
-        kernel = self._kernel("rope_write", options=options)
-        plain = functools.partial(general_backend().rope_write, options=options)
-        return with_plain_gradients(kernel, plain)(args)
-
-    def copy_blocks(self, args: CopyArgs) -> Pools:
-        """Copy blocks, in one launch."""
-        return self._kernel("copy_blocks")(args)

@@ -32,8 +32,9 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from paged_jax.kernels.backend import AttentionArgs, Options, Pages, Pools
-from paged_jax.kernels.dispatch import Dispatch
+from paged_jax.kernels.derivatives import differentiable_once
 from paged_jax.kernels.kv_dtypes import KVDtype, wider_dtype
+from paged_jax.kernels.op import OpCall
 from paged_jax.kernels.opaque_call import typed_jit, without_index_checks
 
 # Maximum number of query tokens in a loop step. They belong to one long chunk or to several short
@@ -62,7 +63,7 @@ class Gradients(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend_differentiably(call: Dispatch, args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
+def attend_differentiably(call: OpCall, args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
     """Run a decode or a prefill so that `jax.grad` can differentiate it.
 
     `jax.grad` can differentiate ``(out, lse)`` once, with respect to `q`, `sinks` and
@@ -100,7 +101,7 @@ class _Residuals:
     num_layers: int | None
 
 
-def _forward(call: Dispatch, primals: AttentionArgs):
+def _forward(call: OpCall, primals: AttentionArgs):
     has_gradient = [leaf.perturbed for leaf in jax.tree.leaves(primals.pools)]
     args: AttentionArgs = custom_vjp_primal_tree_values(primals)
     args = differentiable_once("paged attention", args)
@@ -122,7 +123,7 @@ def _forward(call: Dispatch, primals: AttentionArgs):
     return (out, lse), _Residuals(args, out, lse, layer, pools.k.shape[0])
 
 
-def _backward(call: Dispatch, residuals: _Residuals, bars):
+def _backward(call: OpCall, residuals: _Residuals, bars):
     residuals, bars = differentiable_once("paged attention", (residuals, bars))
     out_bar, lse_bar = (
         jnp.zeros_like(primal) if isinstance(bar, SymbolicZero) else bar
@@ -130,7 +131,7 @@ def _backward(call: Dispatch, residuals: _Residuals, bars):
     )
     args, num_layers = residuals.args, residuals.num_layers
     gradients = attention_gradients(
-        args, call.problem.options, residuals.out, residuals.lse, out_bar, lse_bar,
+        args, call.options, residuals.out, residuals.lse, out_bar, lse_bar,
         wants_pools=num_layers is not None,
     )  # fmt: skip
     pools_bar = None
@@ -165,65 +166,6 @@ def _only_layer(
 
 
 attend_differentiably.defvjp(_forward, _backward, symbolic_zeros=True)
-
-
-def with_plain_gradients(
-    kernel: Callable[[Any], Any], plain: Callable[[Any], Any]
-) -> Callable[[Any], Any]:
-    """Return `kernel` with the derivatives of `plain`, the same computation in plain JAX.
-
-    JAX cannot differentiate kernels. Both functions take a single pytree of arrays.
-    """
-    function = jax.custom_jvp(kernel)
-
-    @function.defjvp
-    def differentiate(primals: Any, tangents: Any) -> Any:
-        _, out_dot = jax.jvp(plain, primals, tangents)
-        return function(*primals), out_dot
-
-    return function
-
-
-def _unchanged(message: str, arrays: Any) -> Any:
-    """Return `arrays`. If they are differentiated, raise `NotImplementedError` with `message`."""
-    del message
-    return arrays
-
-
-without_derivative = jax.custom_jvp(_unchanged, nondiff_argnums=(0,))
-
-
-def _refuse_derivative(message: str, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
-    is_zero = [isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(tangents)]
-    if not all(is_zero):
-        raise NotImplementedError(message)
-    return primals[0], tangents[0]
-
-
-without_derivative.defjvp(_refuse_derivative, symbolic_zeros=True)
-
-
-def differentiable_once(function: str, values: Any) -> Any:
-    """Return `values` unchanged, but raise an error if they are differentiated.
-
-    A custom VJP applies this to the inputs of its forward and of its backward pass, so that a
-    second derivative raises an error. The message begins with `function`. `values` is a tree of
-    arrays. Instead of an array of zeros, a cotangent may be a `SymbolicZero`.
-    """
-    message = (
-        f"{function}: only the first derivative is implemented, got a second one. For higher "
-        'orders use paged_attention or paged_prefill_attention with backend="reference".'
-    )
-    leaves, treedef = jax.tree.flatten(values, is_leaf=lambda x: isinstance(x, SymbolicZero))
-    places = [
-        i
-        for i, x in enumerate(leaves)
-        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
-    ]
-    passed = without_derivative(message, [leaves[i] for i in places])
-    for i, value in zip(places, passed, strict=True):
-        leaves[i] = value
-    return jax.tree.unflatten(treedef, leaves)
 
 
 @functools.partial(without_index_checks, static_argnums=(1,))

@@ -17,31 +17,22 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
 from paged_jax.formatting import short_repr
-from paged_jax.kernels.backend import Interpret
-from paged_jax.kernels.dispatch import (
-    cpu_backend,
-    general_backend,
-    is_exact,
-    linear_backend,
-    run_kernel,
-)
-from paged_jax.kernels.gradients import differentiable_once
+from paged_jax.kernels.backend import GroupedLinearArgs, Interpret, LinearArgs, spread
+from paged_jax.kernels.derivatives import differentiable_once
+from paged_jax.kernels.op import Op, OpCall, is_exact
 from paged_jax.kernels.weight_formats import Stack, Weight
+from paged_jax.kernels.xla import linear as plain
 
 __all__ = [
     "LayerWeights",
     "Matrix",
     "Stack",
     "Weight",
-    "attends_to_tiles",
-    "copies_weights",
     "grouped_linear",
     "linear",
     "linear_gradients",
-    "reads_stacked_weights",
     "sum_rows",
 ]
 
@@ -103,10 +94,7 @@ def linear(x: jax.Array, w: jax.Array | Matrix, *, backend: str | None = None) -
     if isinstance(w, LayerWeights):
         return w.apply(functools.partial(linear, backend=backend), x)
     w = w if isinstance(w, Weight) else Weight(w)
-    default = linear_backend(backend).linear
-    if w.scales is None:
-        return default(x, w)
-    return run_kernel("quantised_linear", (x, w), backend, default)
+    return LINEAR(LinearArgs(x, w), backend=backend)
 
 
 def linear_gradients(
@@ -125,7 +113,7 @@ def linear_gradients(
     Returns:
       The gradients with respect to `x` and `w`, float32 ``[R, in]`` and ``[out, in]``.
     """
-    return general_backend().linear_gradients(x, w, cotangent)
+    return plain.linear_gradients(x, w, cotangent)
 
 
 def sum_rows(x: jax.Array, *, rows_per_token: int = 1, backend: str | None = None) -> jax.Array:
@@ -141,36 +129,10 @@ def sum_rows(x: jax.Array, *, rows_per_token: int = 1, backend: str | None = Non
         difference.
     """
     if is_exact(backend):
-        return linear_backend(backend).sum_rows(x)
+        return SUM_ROWS(x, backend=backend)
     num_tokens = math.prod(x.shape[:-1]) // rows_per_token
     is_decode = 0 < num_tokens <= _MAX_DECODE_TOKENS
-    return (linear_backend(None) if is_decode else general_backend()).sum_rows(x)
-
-
-def copies_weights(platform: str, dtype: DTypeLike, *, has_experts: bool) -> bool:
-    """Return whether programs for a platform convert all weights to float32 before multiplying.
-
-    Args:
-      platform: ``"cpu"`` (the CPU of this machine), ``"gpu"`` or ``"tpu"``.
-      dtype: dtype of the weights.
-      has_experts: whether the model is a mixture of experts.
-    """
-    return platform == "cpu" and cpu_backend().copies_weights(dtype, has_experts=has_experts)
-
-
-def reads_stacked_weights(platform: str) -> bool:
-    """Return whether a platform's kernels read weights in place from the stack of all layers."""
-    return platform == "cpu" and cpu_backend().is_available()
-
-
-def attends_to_tiles(platform: str) -> bool:
-    """Return whether prefill attention on a platform is faster for chunks cut into tiles.
-
-    A tile has a few queries of a chunk, and is a row of the batch. The C++ kernels for CPUs are
-    fast for tiles. XLA's loop over rows and the kernels for GPUs and TPUs are faster for whole
-    chunks.
-    """
-    return platform == "cpu" and cpu_backend().is_available()
+    return SUM_ROWS(x) if is_decode else plain.sum_rows(x)
 
 
 def grouped_linear(
@@ -234,7 +196,8 @@ def grouped_linear(
             f"{w.values.dtype}."
         )
     sizes = group_sizes.astype(jnp.int32)
-    y = cast(jax.Array, _grouped_linear(backend, interpret, x, _merge_outputs(w), sizes))
+    args = GroupedLinearArgs(x, _merge_outputs(w), sizes)
+    y = GROUPED_LINEAR(args, backend=backend, interpret=interpret)
     return y.reshape(x.shape[0], *w.shape[1:-1])
 
 
@@ -246,30 +209,32 @@ def _merge_outputs(w: Weight) -> Weight:
     return dataclasses.replace(w, **w.arrays.merge_outputs(1)._asdict(), stack=stack)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _grouped_linear(
-    backend: str | None, interpret: Interpret, x: jax.Array, w: Weight, sizes: jax.Array
-) -> jax.Array:
-    default = general_backend().grouped_linear
-    return run_kernel("grouped_linear", (x, w, sizes), backend, default, interpret)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply_groups(call: OpCall, args: GroupedLinearArgs) -> jax.Array:
+    return call.run(args)
 
 
-def _forward(
-    backend: str | None, interpret: Interpret, x: jax.Array, w: Weight, sizes: jax.Array
-) -> tuple[jax.Array, Any]:
-    x, w = differentiable_once("grouped_linear", (x, w))
-    saved = x, dataclasses.replace(w, stack=None), sizes
-    return _grouped_linear(backend, interpret, x, w, sizes), saved
+def _forward(call: OpCall, args: GroupedLinearArgs) -> tuple[jax.Array, Any]:
+    x, w = differentiable_once("grouped_linear", args[:2])
+    saved = args._replace(x=x, w=dataclasses.replace(w, stack=None))
+    return _multiply_groups(call, args._replace(x=x, w=w)), saved
 
 
 def _backward(
-    backend: str | None, interpret: Interpret, saved: Any, cotangent: jax.Array
-) -> tuple[jax.Array, Weight, None]:
-    del backend, interpret
+    call: OpCall, saved: GroupedLinearArgs, cotangent: jax.Array
+) -> tuple[GroupedLinearArgs]:
+    del call
     (x, w, sizes), cotangent = differentiable_once("grouped_linear", (saved, cotangent))
-    x_bar, values_bar = general_backend().grouped_gradients(x, w, sizes, cotangent)
+    x_bar, values_bar = plain.grouped_gradients(x, w, sizes, cotangent)
     no_arrays = {name: None for name in ("scales", "mins", "order", "stack")}
-    return x_bar, dataclasses.replace(w, values=values_bar, **no_arrays), None
+    w_bar = dataclasses.replace(w, values=values_bar, **no_arrays)
+    return (GroupedLinearArgs(x_bar, w_bar, None),)  # type: ignore[arg-type]
 
 
-_grouped_linear.defvjp(_forward, _backward)
+_multiply_groups.defvjp(_forward, _backward)
+
+LINEAR = Op("linear", spread(plain.linear), is_optional=True)
+SUM_ROWS = Op("sum_rows", plain.sum_rows, is_optional=True)
+GROUPED_LINEAR = Op(
+    "grouped_linear", spread(plain.grouped_linear), gradient=_multiply_groups, is_optional=True
+)

@@ -10,6 +10,7 @@ from paged_jax.kernels.backend import Options, Pools, RopeWriteArgs, WriteArgs
 from paged_jax.kernels.exact import inverse_root, rounded
 from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.linear import sum_rows
+from paged_jax.kernels.xla.writes import write as plain_write
 
 # Maps the names in ``config.json`` to activation functions.
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
@@ -171,15 +172,9 @@ def split_and_rotate(
 
 
 def rope_then_write(
-    write: Callable[[WriteArgs], Pools],
-    args: RopeWriteArgs,
-    options: Options,
-    backend: str | None = None,
+    args: RopeWriteArgs, options: Options, write: Callable[[WriteArgs], Pools] = plain_write
 ) -> tuple[jax.Array, Pools]:
-    """Run `paged_rope_write` in plain JAX: normalise and rotate in float32, then call `write`.
-
-    For `backend`, see `sum_rows`.
-    """
+    """Run `paged_rope_write` in plain JAX: normalise and rotate in float32, then call `write`."""
     pools = args.pools
     q, k, v = split_and_rotate(
         args.qkv.astype(jnp.float32),
@@ -187,7 +182,6 @@ def rope_then_write(
         args.sin,
         args.norms,
         norm_eps=options.norm_eps,
-        backend=backend,
     )
     pools = write(WriteArgs(pools, k, v, args.blocks, args.offsets, args.layer))
     return q.astype(KVDtype.of(pools.dtype).query_dtype), pools

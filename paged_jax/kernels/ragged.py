@@ -46,11 +46,13 @@ from paged_jax.kernels.checks import (
     half_of_pages,
     static,
 )
-from paged_jax.kernels.dispatch import Dispatch, general_backend
-from paged_jax.kernels.gradients import attention_gradients, differentiable_once
+from paged_jax.kernels.derivatives import differentiable_once
+from paged_jax.kernels.gradients import attention_gradients
 from paged_jax.kernels.kv_dtypes import wider_dtype
+from paged_jax.kernels.op import Op, OpCall
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
 from paged_jax.kernels.ragged_chunks import cut_into_tiles, find_chunks, find_rows
+from paged_jax.kernels.xla import attention as plain
 
 _FUNCTION = "ragged_paged_attention"
 
@@ -212,14 +214,13 @@ def ragged_paged_attention(
         return_lse=return_lse,
         **{name: static(_FUNCTION, name, x, operator.index) for name, x in tiles.items()},
     )
-    problem = Problem.build(
-        "ragged", sizes, args.q.dtype, args.pages, options, has_sinks=args.sinks is not None
+    call = RAGGED.bind(
+        args, options, function=_FUNCTION, backend=backend, interpret=interpret, array=args.q
     )
-    call = Dispatch(_FUNCTION, problem, backend, interpret, args.q)
     if args.q.size == 0 or sizes["B"] == 0 or sizes["M"] == 0:
         results: Any = _attend_to_no_token(args, options.output_dim(sizes["D"]))
     else:
-        results = _attend(call, args)
+        results = call(args)
     out, lse = results
     if "v_scale" in arrays:
         out = _multiply(out, "v_scale", arrays["v_scale"])
@@ -318,7 +319,7 @@ def _checked(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: Dispatch, args: RaggedArgs):
+def _attend(call: OpCall, args: RaggedArgs):
     return call.run(args)
 
 
@@ -338,7 +339,7 @@ class _RaggedResiduals:
     wants_pages: bool
 
 
-def _forward(call: Dispatch, primals: Any):
+def _forward(call: OpCall, primals: Any):
     wants_pages = primals.pages.kv.perturbed
     args: RaggedArgs = custom_derivatives.custom_vjp_primal_tree_values(primals)
     args = differentiable_once(_FUNCTION, args)
@@ -350,14 +351,14 @@ def _forward(call: Dispatch, primals: Any):
     return call.run(args), _RaggedResiduals(args, wants_pages)
 
 
-def _backward(call: Dispatch, residuals: _RaggedResiduals, bars: Any):
+def _backward(call: OpCall, residuals: _RaggedResiduals, bars: Any):
     """Compute the gradients, with the queries cut into tiles of equal length.
 
     The general backend computes the output and the log-sum-exp of each tile again, because JAX's
     kernel for TPUs returns no log-sum-exp.
     """
     residuals, bars = differentiable_once(_FUNCTION, (residuals, bars))
-    args, options = residuals.args, call.problem.options
+    args, options = residuals.args, call.options
     N, S = args.q.shape[0], len(args.context_lens)
     zeros = jnp.zeros_like(args.q), jnp.zeros(args.q.shape[:2], jnp.float32)
     out_bar, lse_bar = (
@@ -371,7 +372,7 @@ def _backward(call: Dispatch, residuals: _RaggedResiduals, bars: Any):
     unscaled = dataclasses.replace(options, value_scale=1.0)
     bar_BTHD = take_or_fill(out_bar * options.value_scale, rows_BT)
     lse_bar_BTH = take_or_fill(lse_bar, rows_BT)
-    out, lse = general_backend().attend(tiles, unscaled)
+    out, lse = plain.attend(tiles, unscaled)
     gradients = attention_gradients(
         tiles, unscaled, out, lse, bar_BTHD, lse_bar_BTH, wants_pools=residuals.wants_pages
     )
@@ -389,3 +390,5 @@ def _backward(call: Dispatch, residuals: _RaggedResiduals, bars: Any):
 
 
 _attend.defvjp(_forward, _backward, symbolic_zeros=True)
+
+RAGGED = Op("ragged", plain.attend_ragged, Problem.of_ragged, _attend)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from paged_jax.kernels.backend import AttentionArgs, RaggedArgs
+from paged_jax.kernels.backend import AttentionArgs, RaggedArgs, RaggedOptions
 from paged_jax.kernels.opaque_call import take_or_fill
 
 
@@ -36,18 +36,20 @@ def find_chunks(args: RaggedArgs) -> Chunks:
 
 
 def attend_in_parts(
-    decode: Callable[[AttentionArgs], tuple[jax.Array, jax.Array]],
-    attend_to_chunks: Callable[[RaggedArgs, Chunks], tuple[jax.Array, jax.Array]],
+    decode: Callable[..., tuple[jax.Array, jax.Array]],
+    attend_to_chunks: Callable[..., tuple[jax.Array, jax.Array]],
     args: RaggedArgs,
+    options: RaggedOptions,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with single queries by `decode`, and with longer chunks by `attend_to_chunks`.
 
     Args:
-      decode: function that attends with one query per sequence; returns ``[B, H, U]`` and
-        ``[B, H]``.
-      attend_to_chunks: function that attends with the queries of given chunks; returns
-        ``[N, H, U]`` and ``[N, H]``. Rows outside of the chunks are ignored.
+      decode: function of `AttentionArgs` and options that attends with one query per sequence;
+        returns ``[B, H, U]`` and ``[B, H]``.
+      attend_to_chunks: function of `RaggedArgs`, `Chunks` and options that attends with the queries
+        of the chunks; returns ``[N, H, U]`` and ``[N, H]``. Rows outside of the chunks are ignored.
       args: the batch.
+      options: options of the call.
 
     Returns:
       ``(out, lse)``: output ``[N, H, U]`` and log-sum-exp ``[N, H]``; 0 and -inf in rows that are
@@ -57,8 +59,10 @@ def attend_in_parts(
     is_single = chunks.lens == 1
     q = args.q.at[chunks.starts].get(mode="clip")
     single_lens = jnp.where(is_single, args.context_lens, 0)
-    single, single_lse = decode(args.as_attention(q, args.block_tables, single_lens))
-    out, lse = attend_to_chunks(args, chunks._replace(lens=jnp.where(is_single, 0, chunks.lens)))
+    one_query = args.as_attention(q, args.block_tables, single_lens)
+    single, single_lse = decode(one_query, options=options)
+    longer = chunks._replace(lens=jnp.where(is_single, 0, chunks.lens))
+    out, lse = attend_to_chunks(args, longer, options=options)
     rows = find_rows(args, chunks)
     is_single_N1 = is_single[rows.sequence][:, None]
     return rows.mask(

@@ -22,8 +22,8 @@ from paged_jax.kernels.backend import (
     StateSpaceStep,
     StateStep,
 )
-from paged_jax.kernels.dispatch import general_backend, run_kernel
-from paged_jax.kernels.gradients import with_plain_gradients
+from paged_jax.kernels.op import Op
+from paged_jax.kernels.xla.recurrent import advance_rows, apply_recurrence, convolve
 
 # The states of a batch, given either as an array or as entries of a pool.
 State = TypeVar("State", jax.Array, StateRows)
@@ -60,7 +60,7 @@ def causal_convolution(
     """
     if isinstance(state, StateRows):
         return _run_step(ConvolutionStep(state, x[:, 0], weight, bias, num_tokens))
-    return general_backend().convolve(x, state, weight, bias, num_tokens)
+    return convolve(x, state, weight, bias, num_tokens)
 
 
 def delta_rule(
@@ -99,7 +99,7 @@ def delta_rule(
         log_decay = log_decay[..., None]
     if isinstance(state, StateRows):
         return _run_step(DeltaStep(state, *(x[:, 0] for x in (q, k, v, log_decay, beta))))
-    return general_backend().apply_recurrence(q, k, v, log_decay, beta, state)
+    return apply_recurrence(q, k, v, log_decay, beta, state)
 
 
 def state_space(
@@ -130,17 +130,16 @@ def state_space(
     x, log_decay = _without_padding(num_tokens, x, log_decay)
     if isinstance(state, StateRows):
         return _run_step(StateSpaceStep(state, *(each[:, 0] for each in (x, b, c, log_decay))))
-    return general_backend().apply_recurrence(c, b, x, log_decay[..., None], None, state)
+    return apply_recurrence(c, b, x, log_decay[..., None], None, state)
+
+
+ADVANCE_ROWS = Op("advance_rows", advance_rows, is_optional=True)
 
 
 def _run_step(step: StateStep) -> tuple[jax.Array, StateRows]:
     layer = jnp.asarray(step.rows.layer, jnp.int32)
-    rows = replace(step.rows, layer=layer)
-    plain = general_backend().advance_rows
-    run = with_plain_gradients(
-        lambda step: run_kernel("advance_rows", (step,), step.rows.backend, plain), plain
-    )
-    out, pool = run(step._replace(rows=rows))
+    args = step._replace(rows=replace(step.rows, layer=layer))
+    out, pool = ADVANCE_ROWS(args, backend=step.rows.backend)
     return out[:, None], replace(step.rows, pool=pool)
 
 

@@ -5,18 +5,17 @@ float64 oracle. It needs no custom derivative rules.
 """
 
 import functools
-from dataclasses import dataclass
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from paged_jax.kernels.backend import (
     AttentionArgs,
+    Backend,
+    Kernel,
     Options,
     Pages,
     Pools,
-    Problem,
     RaggedArgs,
     RaggedOptions,
 )
@@ -24,36 +23,24 @@ from paged_jax.kernels.kv_dtypes import KVDtype, wider_dtype
 from paged_jax.kernels.ragged_chunks import find_chunks, find_rows
 
 
-@dataclass(frozen=True)
-class Reference:
-    """The backend ``"reference"``, which supports every problem."""
+@functools.partial(jax.jit, static_argnames="options")
+def attend(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+    """Run a decode or a prefill. A decode is a prefill with single-token chunks."""
+    if args.query_lens is not None:
+        return _prefill(args, options)
+    out, lse = _prefill(args.as_prefill(), options)
+    return out[:, 0], lse[:, 0]
 
-    platform: ClassVar[str | None] = None
 
-    def refusal(self, problem: Problem) -> str | None:
-        """Return None, because every problem is supported."""
-        del problem
-        return None
-
-    @functools.partial(jax.jit, static_argnums=(0, 2))
-    def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """Run a decode or a prefill. A decode is a prefill with single-token chunks."""
-        if args.query_lens is not None:
-            return _prefill(args, options)
-        out, lse = _prefill(args.as_prefill(), options)
-        return out[:, 0], lse[:, 0]
-
-    @functools.partial(jax.jit, static_argnums=(0, 2))
-    def attend_ragged(
-        self, args: RaggedArgs, options: RaggedOptions
-    ) -> tuple[jax.Array, jax.Array]:
-        """Attend with each query of a ragged batch as the last token of a separate sequence."""
-        chunks = find_chunks(args)
-        rows = find_rows(args, chunks)
-        before = args.context_lens - chunks.lens
-        context_lens = jnp.where(rows.is_query, before[rows.sequence] + rows.token + 1, 0)
-        tables = args.block_tables[rows.sequence]
-        return rows.mask(*self.attend(args.as_attention(args.q, tables, context_lens), options))
+@functools.partial(jax.jit, static_argnames="options")
+def attend_ragged(args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
+    """Attend with each query of a ragged batch as the last token of a separate sequence."""
+    chunks = find_chunks(args)
+    rows = find_rows(args, chunks)
+    before = args.context_lens - chunks.lens
+    context_lens = jnp.where(rows.is_query, before[rows.sequence] + rows.token + 1, 0)
+    tables = args.block_tables[rows.sequence]
+    return rows.mask(*attend(args.as_attention(args.q, tables, context_lens), options))
 
 
 def _prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
@@ -125,3 +112,8 @@ def _gather(
             parts.append(jnp.swapaxes(values, 2, 3))  # shape [B, M, C, K, D]
     k, v = (jnp.where(is_block, part, jnp.nan) for part in parts)
     return k.reshape(len(tables), -1, *k.shape[3:]), v.reshape(len(tables), -1, *v.shape[3:])
+
+
+# JAX differentiates the plain code of a decode or a prefill, to any order.
+_attention = Kernel(attend, is_differentiable=True)
+REFERENCE = Backend({"decode": _attention, "prefill": _attention, "ragged": Kernel(attend_ragged)})

@@ -1,17 +1,19 @@
 """Gather and scatter of rows without copies of the whole array."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.backend import StateRows
-from paged_jax.kernels.dispatch import cpu_backend
+from paged_jax.kernels.bits import as_bits, bits_of, from_bits, take_rows
+from paged_jax.kernels.native.kernels import ELEMENTS, NativeKernel
+from paged_jax.kernels.native.library import call
 from paged_jax.kernels.opaque_call import without_index_checks
 
 # Minimum size in bytes of the arrays that the kernel for CPUs fills with zeros. For smaller arrays,
@@ -21,23 +23,6 @@ _LARGE_BYTES = 1 << 22
 # The type of row indices, see `set_rows`.
 _Index = jax.Array | tuple[jax.Array, ...]
 _State = TypeVar("_State")
-
-
-def bits_of(dtype: DTypeLike) -> Any:
-    """Return the integer dtype as which rows of a dtype are gathered and scattered on CPUs.
-
-    It is None for dtypes that are gathered and scattered as they are. The others are bfloat16 and
-    the 8-bit floats: XLA's CPU backend would copy a whole array of them to a wider float dtype.
-
-    Example:
-      >>> bits_of("bfloat16").__name__, bits_of("float16")
-      ('uint16', None)
-    """
-    dtype = jnp.dtype(dtype)
-    if dtype == jnp.bfloat16:
-        return jnp.uint16
-    is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 8
-    return jnp.uint8 if is_narrow else None
 
 
 @jax.custom_jvp
@@ -67,42 +52,18 @@ def set_rows(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
     return lax.platform_dependent(rows, index, new, cpu=_set_rows_on_cpu, default=_set_rows_as_is)
 
 
-def sets_rows_in_place(platform: str, dtype: DTypeLike) -> bool:
-    """Return whether `set_rows` updates arrays of a dtype in place on a platform.
-
-    Args:
-      platform: ``"cpu"`` (the CPU of this machine), ``"gpu"`` or ``"tpu"``.
-      dtype: dtype of the array.
-    """
-    dtype = jnp.dtype(dtype)
-    return platform != "cpu" or bits_of(dtype) is None or cpu_backend().sets_rows_in_place(dtype)
-
-
-def default_kv_dtype(weights_dtype: DTypeLike, platform: str) -> np.dtype:
-    """Return the dtype of a cache for weights of a floating-point type, unless the user chooses it.
-
-    Args:
-      weights_dtype: dtype of the weights.
-      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-
-    Example:
-      >>> default_kv_dtype("bfloat16", "gpu").name
-      'bfloat16'
-    """
-    dtype = jnp.dtype(weights_dtype)
-    # On a CPU without the C++ kernels, use float32, because XLA would copy a whole bfloat16 pool to
-    # float32 at every write.
-    is_in_place = dtype == jnp.bfloat16 and sets_rows_in_place(platform, dtype)
-    return dtype if platform != "cpu" or is_in_place else jnp.dtype(jnp.float32)
-
-
 def _set_rows_on_cpu(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
     if isinstance(index, tuple):
         sizes, flat = rows.shape[1 : len(index)], index[0]
         for size, each in zip(sizes, index[1:], strict=True):
             flat = flat * size + each
         index = flat
-    return cpu_backend().set_rows(_set_rows_as_bits, rows, index, new)
+    arrays = rows, index, new
+    if rows.dtype not in ELEMENTS:
+        return _set_rows_as_bits(*arrays)
+    kernel = NativeKernel("set_rows", rows.dtype)
+    [out] = call(kernel, arrays, _set_rows_as_bits, arrays, is_in_place=True)
+    return out
 
 
 @without_index_checks
@@ -137,24 +98,11 @@ def pool_of_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     dtype = jnp.dtype(dtype)
     if math.prod(shape) * dtype.itemsize < _LARGE_BYTES:
         return jnp.zeros(shape, dtype)
-    return cpu_backend().zeros(shape, dtype)
-
-
-def as_bits(x: jax.Array) -> jax.Array:
-    """Bitcast an array of floats of at most 16 bits to unsigned integers.
-
-    Other arrays are returned unchanged. Slice the result instead of the floats: before XLA's CPU
-    backend slices such floats, it converts the whole array to wider floats. It slices integers in
-    place. The result has no gradient.
-    """
-    if x.dtype.itemsize > 2 or not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-
-
-def from_bits(x: jax.Array, dtype: Any) -> jax.Array:
-    """Undo `as_bits`: return the array with its original `dtype`."""
-    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+    if dtype not in ELEMENTS:
+        return jnp.zeros(shape, dtype)
+    # The kernel does not touch most of the memory: Linux zeroes each page on first use.
+    [zeros] = call(NativeKernel("zeros", dtype), (), functools.partial(jnp.zeros, shape, dtype), ())
+    return zeros
 
 
 def scan_slices(
@@ -184,27 +132,6 @@ def scan_slices(
 
     indices = jnp.arange(len(jax.tree.leaves(stacked)[0]), dtype=jnp.int32)
     return lax.scan(body, state, (jax.tree.map(as_integers, stacked), indices))[0]
-
-
-def take_rows(matrix: jax.Array, rows: jax.Array) -> jax.Array:
-    """Gather rows of a matrix. Every index must be in range."""
-    if bits_of(matrix.dtype) is None:
-        return _take_rows_as_is(matrix, rows)
-    # On CPUs, gather the rows as integers, because XLA's CPU backend would otherwise convert the
-    # whole matrix to float32 in each call.
-    return lax.platform_dependent(matrix, rows, cpu=_take_rows_as_bits, default=_take_rows_as_is)
-
-
-def _take_rows_as_is(matrix: jax.Array, rows: jax.Array) -> jax.Array:
-    return matrix.at[rows].get(mode="promise_in_bounds")
-
-
-def _take_rows_as_bits(matrix: jax.Array, rows: jax.Array) -> jax.Array:
-    # The barrier keeps the cast inside the caller's loop, where XLA fuses it with the gather.
-    # Without it, XLA would move the cast before the loop and copy the whole matrix.
-    matrix, rows = lax.optimization_barrier((matrix, rows))
-    bits = lax.bitcast_convert_type(matrix, bits_of(matrix.dtype))
-    return lax.bitcast_convert_type(_take_rows_as_is(bits, rows), matrix.dtype)
 
 
 # Maximum number of states that `_take_slices` reads in an iteration of its loop.

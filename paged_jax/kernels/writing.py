@@ -33,11 +33,14 @@ from paged_jax.kernels.checks import (
     half_of_pages,
     pool_letters,
 )
-from paged_jax.kernels.dispatch import Dispatch
-from paged_jax.kernels.gradients import without_derivative
+from paged_jax.kernels.derivatives import without_derivative
 from paged_jax.kernels.kv_dtypes import KVDtype, wider_dtype
+from paged_jax.kernels.norm_rope import rope_then_write
+from paged_jax.kernels.op import Op, OpCall
 from paged_jax.kernels.opaque_call import without_index_checks
 from paged_jax.kernels.rows import set_rows
+from paged_jax.kernels.xla.writes import copy_blocks as plain_copy_blocks
+from paged_jax.kernels.xla.writes import write as plain_write
 
 # Maximum number of rows of a pool. It is limited because row indices are int32, including the
 # indices past the end that mark dropped tokens.
@@ -119,11 +122,11 @@ def paged_write(
         k = _without_gradient("paged_write", k)
         v = None if v is None else _without_gradient("paged_write", v)
 
-    problem = Problem.build("write", sizes, k.dtype, pools, Options())
-    call = Dispatch("paged_write", problem, backend, interpret, pools.k)
-    if not sizes["N"]:
-        return pools
-    return call.run(WriteArgs(pools, k, v, blocks, offsets, jnp.asarray(layer, jnp.int32)))
+    args = WriteArgs(pools, k, v, blocks, offsets, jnp.asarray(layer, jnp.int32))
+    call = WRITE.bind(
+        args, function="paged_write", backend=backend, interpret=interpret, array=pools.k
+    )
+    return call(args) if sizes["N"] else pools
 
 
 def _letters_of_new(
@@ -214,11 +217,12 @@ def paged_rope_write(
     )
 
     options = Options(norm_eps=norm_eps)
-    problem = Problem.build("rope_write", sizes, args.qkv.dtype, pools, options)
-    call = Dispatch(function, problem, backend, interpret, pools.k)
+    call = ROPE_WRITE.bind(
+        args, options, function=function, backend=backend, interpret=interpret, array=pools.k
+    )
     if not sizes["N"]:
         return jnp.zeros((0, sizes["H"], sizes["D"]), KVDtype.of(pools.dtype).query_dtype), pools
-    return call.run(args)
+    return call(args)
 
 
 @names_arguments
@@ -270,21 +274,21 @@ def copy_blocks(
     check_num_rows("copy_blocks", pools.k.shape)
     sources, targets = as_int32("copy_blocks", sources=sources, targets=targets)
 
-    problem = Problem.build("copy_blocks", sizes, pools.k.dtype, pools, Options())
-    call = Dispatch("copy_blocks", problem, backend, interpret, pools.k)
-    if not sizes["N"]:
-        return pools
-    return _copy_differentiably(call, CopyArgs(pools, sources, targets))
+    args = CopyArgs(pools, sources, targets)
+    call = COPY_BLOCKS.bind(
+        args, function="copy_blocks", backend=backend, interpret=interpret, array=pools.k
+    )
+    return call(args) if sizes["N"] else pools
 
 
 # Define the derivative of copies here, because JAX cannot differentiate the loops and kernels of
 # the backends.
-_copy_differentiably = jax.custom_jvp(Dispatch.run, nondiff_argnums=(0,))
+_copy_differentiably = jax.custom_jvp(OpCall.run, nondiff_argnums=(0,))
 
 
 @_copy_differentiably.defjvp
 def _copy_jvp(
-    call: Dispatch, primals: tuple[CopyArgs], tangents: tuple[CopyArgs]
+    call: OpCall, primals: tuple[CopyArgs], tangents: tuple[CopyArgs]
 ) -> tuple[Pools, Pools]:
     (args,), (args_dot,) = primals, tangents
     pools, sources, targets = args
@@ -304,6 +308,11 @@ def _copy_jvp(
         return dot if dot.dtype == jax.dtypes.float0 else copy(dot)
 
     return _copy_differentiably(call, args), jax.tree.map(copy_tangent, args_dot.pools)
+
+
+WRITE = Op("write", plain_write, Problem.of_write)
+ROPE_WRITE = Op("rope_write", rope_then_write, Problem.of_rope_write)
+COPY_BLOCKS = Op("copy_blocks", plain_copy_blocks, Problem.of_copy, _copy_differentiably)
 
 
 @names_arguments

@@ -42,6 +42,7 @@ from paged_jax.kernels import (
 from paged_jax.kernels.attention import chunked_attention, chunked_prefill_attention
 from paged_jax.kernels.cascade import is_sharing_possible
 from paged_jax.kernels.kv_dtypes import KVDtype
+from paged_jax.kernels.op import is_exact
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.layer_attention import (
@@ -120,6 +121,9 @@ class BatchPlaces:
             "k_scale": pools.k_scale,
             "v_scale": pools.v_scale,
         }
+        if isinstance(heads, Projection) and is_exact(backend):
+            # The sums of the norms must be those of the exact backend.
+            heads = Heads(*heads.split(backend), heads.scale, heads.soft_cap, heads.sinks)
         if isinstance(heads, Heads):
             if heads.k is not None:
                 pools = paged_write(

@@ -15,10 +15,10 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from paged_jax.arguments import names_arguments
-from paged_jax.kernels.dispatch import is_exact
 from paged_jax.kernels.embedding import look_up, look_up_differentiably
 from paged_jax.kernels.exact import rounded
 from paged_jax.kernels.linear import Weight, linear
+from paged_jax.kernels.op import is_exact
 from paged_jax.kernels.rows import scan_slices
 from paged_jax.models.causal_attention import causal_attention
 from paged_jax.models.codecs.dtype_formats import float_type

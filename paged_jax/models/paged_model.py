@@ -28,8 +28,8 @@ from paged_jax.cache.groups import CacheGroup
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.kernels import padded_head_dim
-from paged_jax.kernels.dispatch import exact_backend, exact_variants, is_exact
-from paged_jax.kernels.rows import default_kv_dtype
+from paged_jax.kernels.op import BACKENDS, exact_variants, is_exact
+from paged_jax.kernels.platforms import default_kv_dtype
 from paged_jax.kernels.weight_formats import Weight, WeightFormat
 from paged_jax.models.batch_places import (
     BatchPlaces,
@@ -151,7 +151,7 @@ class PagedModel(nnx.Module):
             raise ArgumentError("with_numerics", f"must be 'fast' {reason}.", "numerics")
         codes, dtype = self.matrix_formats.codes, self.float_dtype
         for name in exact_variants(backend or self.exact_backend):
-            reason = exact_backend(name).unavailable_for(codes, dtype, cache_dtype)
+            reason = BACKENDS[name].unavailable_for(codes, dtype, cache_dtype)
             if reason is None:
                 return name
         rule = (

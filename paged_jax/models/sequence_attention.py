@@ -16,8 +16,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.attention import chunked_prefill_attention, paged_prefill_attention
-from paged_jax.kernels.dispatch import backend_for, is_exact
 from paged_jax.kernels.kv_dtypes import KVDtype
+from paged_jax.kernels.op import backend_for, is_exact
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.layer_attention import (
     Attend,

@@ -22,8 +22,8 @@ from jax.typing import DTypeLike
 
 from paged_jax.cache.groups import LayerPlaces, StateGroup, find_layer
 from paged_jax.kernels.backend import StateRows
-from paged_jax.kernels.dispatch import is_exact
 from paged_jax.kernels.kv_dtypes import KVDtype
+from paged_jax.kernels.op import is_exact
 from paged_jax.kernels.opaque_call import take_or_fill
 from paged_jax.kernels.padding import padded_state_shape
 from paged_jax.kernels.rows import set_states, take_states
@@ -136,7 +136,7 @@ class StatePlaces(NamedTuple):
           carry: pools of all groups of layers.
           num_tokens: i32 ``[B]``, number of new tokens of each row.
           backend: backend of steps in which each row has one token, see
-            `paged_jax.kernels.dispatch`.
+            `paged_jax.kernels.op`.
 
         Returns:
           The output of the layer ``[N, features]``, and the new pools.

@@ -33,7 +33,7 @@ from paged_jax.cache import paged_cache
 from paged_jax.cache.contents import read_blocks, write_blocks
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.formatting import short_repr
-from paged_jax.kernels.dispatch import is_exact
+from paged_jax.kernels.op import is_exact
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner import decoding
 from paged_jax.runner.compiler import compiler_options

@@ -43,7 +43,7 @@ from flax import nnx
 from jax.experimental import serialize_executable
 
 from paged_jax import user_cache
-from paged_jax.kernels.dispatch import cpu_backend
+from paged_jax.kernels.native import library
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner.compiler import compiler_options
 from paged_jax.runner.decode_state import DecodeState
@@ -247,7 +247,7 @@ def _compile(folder: Path, key: str, source: _Source) -> jax.stages.Compiled:
     """
     lowered = _lower(source, key)
     program = lowered.compile()
-    if cpu_backend().is_any_missing():
+    if library.is_any_missing():
         return program
     try:
         executable = serialize_executable.serialize(program)
@@ -257,7 +257,7 @@ def _compile(folder: Path, key: str, source: _Source) -> jax.stages.Compiled:
         lowered = _lower(source, secrets.token_hex(8))
         program = lowered.compile()
         executable = serialize_executable.serialize(program)
-    targets = sorted(cpu_backend().find_targets(lowered.as_text().encode()))
+    targets = sorted(library.find_targets(lowered.as_text().encode()))
     blob = pickle.dumps(tuple(_Stored(executable, targets)))
     user_cache.write(folder / key, _checksum(key, blob) + blob)
     return program
@@ -287,7 +287,7 @@ def _read(folder: Path, key: str, device: Any) -> jax.stages.Compiled | None:
         return None
     try:
         stored = _Stored(*pickle.loads(content[_CHECKSUM_BYTES:]))
-        if not all(map(cpu_backend().load_target, stored.targets)):
+        if not all(map(library.load_target, stored.targets)):
             return None
         return serialize_executable.deserialize_and_load(
             *stored.executable, execution_devices=(device,)
@@ -326,7 +326,7 @@ def _surroundings(device: Any) -> tuple[Any, ...]:
     settings = {k: v for k, v in jax.config.values.items() if "transfer_guard" not in k}
     return (
         _source(),
-        cpu_backend().processor(),
+        library.processor(),
         os.cpu_count(),
         device.id,
         [(name, getattr(jax.config, name, settings[name])) for name in sorted(settings)],

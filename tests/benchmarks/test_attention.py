@@ -20,9 +20,9 @@ from benchmarks.attention.cases import Case, Heads, make_inputs
 from benchmarks.attention.programs import TorchCall, expected_result, our_call
 from benchmarks.common import figures
 from benchmarks.common.device_time import Program, Rates, chained, take_turns
-from paged_jax.kernels import triton
 from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.mosaic_gpu import launch as mosaic_launch
+from paged_jax.kernels.triton import decode
 from tests.support.kernel_cases import lower
 
 RATES = Rates(memory=1000.0, matmul=1.0)
@@ -134,7 +134,7 @@ def test_peers_that_need_too_much_memory_are_left_out(tiny) -> None:
 @pytest.mark.slow
 def test_divisions_compute_the_same(tiny, monkeypatch) -> None:
     """The interpreted GPU kernel, with one program instance per sequence and with parts."""
-    monkeypatch.setattr(triton, "decode", functools.partial(triton.decode, interpret=True))
+    monkeypatch.setattr(decode, "decode", functools.partial(decode.decode, interpret=True))
     case = Case(tiny, 2, 2048, 16, "float32", is_skewed=True)
     inputs = make_inputs(case)
     for name, peer in divisions.DIVISIONS.items():

@@ -21,7 +21,7 @@ from benchmarks.step.cases import gpu_cases
 from benchmarks.step.programs import VARIANTS
 from paged_jax import generate
 from paged_jax.kernels import gpu_defaults
-from paged_jax.kernels.backend import Op
+from paged_jax.kernels.backend import PoolOp
 from paged_jax.kernels.call_table import CallShape
 from paged_jax.kernels.triton import tuning
 from tests.support import ROOT
@@ -84,7 +84,7 @@ def test_every_kernel_is_run_by_the_tests_of_a_gpu(tmp_path) -> None:
         "rope_write": "test_rope_write",
         "copy_blocks": "test_writing",
     }
-    assert set(files) == set(get_args(Op))
+    assert set(files) == set(get_args(PoolOp))
     commands = STAGES["tests"].commands(tmp_path, False)
     run_there = {command.name for command in commands}
     others = {"test_attention", "test_linear", "test_triton_quantised"}

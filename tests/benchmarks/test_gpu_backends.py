@@ -16,8 +16,8 @@ from benchmarks.attention.programs import JaxCall
 from benchmarks.common.device_time import Rates
 from benchmarks.gpu import backends, cases, defaults
 from benchmarks.gpu.cases import OpCase, make_op_inputs
-from paged_jax.kernels import dispatch
-from paged_jax.kernels.backend import Op
+from paged_jax.kernels import op as kernel_op
+from paged_jax.kernels.backend import PoolOp
 from paged_jax.kernels.call_table import CallShape
 from paged_jax.kernels.mosaic_gpu import launch
 from tests.benchmarks.test_attention import random_numbers
@@ -41,7 +41,7 @@ def small_cases() -> list[OpCase]:
 
 
 def test_cases_hold_every_op_and_dtype() -> None:
-    everything = set(itertools.product(get_args(Op), POOL_DTYPES))
+    everything = set(itertools.product(get_args(PoolOp), POOL_DTYPES))
     for some in (CASES, small_cases()):
         assert {(case.op, case.pool_dtype) for case in some} == everything
     for make in (cases.attention_cases, cases.update_cases):
@@ -90,13 +90,13 @@ def test_both_backends_are_lowered_for_a_gpu_with_the_same_inputs(case) -> None:
 
 @pytest.mark.parametrize("case", small_cases(), ids=lambda case: f"{case.op}-{case.key}")
 def test_key_of_a_case_is_the_key_of_its_call(case, monkeypatch) -> None:
-    problems, build = [], dispatch.Dispatch.__post_init__
+    problems, describe = [], kernel_op.Op.problem
 
-    def note(self, array):
-        problems.append(self.problem)
-        build(self, array)
+    def note(self, args, options):
+        problems.append(describe(self, args, options))
+        return problems[-1]
 
-    monkeypatch.setattr(dispatch.Dispatch, "__post_init__", note)
+    monkeypatch.setattr(kernel_op.Op, "problem", note)
     inputs = make_op_inputs(case)
     call = inputs.call("xla")
     jax.eval_shape(lambda start, arrays: call.op(start, 0, arrays), inputs.start, call.arrays)
@@ -104,7 +104,7 @@ def test_key_of_a_case_is_the_key_of_its_call(case, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", get_args(Op))
+@pytest.mark.parametrize("op", get_args(PoolOp))
 def test_measure_times_the_backends_and_finds_no_error(op) -> None:
     [case] = [case for case in small_cases() if (case.op, case.pool_dtype) == (op, "int8")]
     record = backends.measure(case, RATES, num_rounds=1, turn_seconds=0.0)
@@ -122,7 +122,7 @@ def test_backends_to_time_are_those_of_the_device(monkeypatch) -> None:
         platform = "gpu"
 
     monkeypatch.setattr(jax, "devices", lambda: [Gpu()])
-    for op in get_args(Op):
+    for op in get_args(PoolOp):
         assert backends.backends_to_time(op) == ["triton", "mosaic_gpu"]
 
 

@@ -13,8 +13,8 @@ from paged_jax.cache import paged_cache as lib
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.cache.groups import locate
 from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.kernels.bits import bits_of
 from paged_jax.kernels.kv_dtypes import KV_DTYPES, QUANTISED, KVDtype, quantise
-from paged_jax.kernels.rows import bits_of
 from paged_jax.kernels.writing import paged_write
 
 L, P, K, C, D, S, M = 2, 10, 3, 4, 8, 3, 3

@@ -178,7 +178,7 @@ def test_automatic_kv_dtype_on_cpus_is_bfloat16_if_a_kernel_writes_it_in_place(m
     names = ["bfloat16", "float16", "float32"]
     found = [resolve_kv_dtype("auto", name, "cpu").name for name in names]
     assert found == ["bfloat16", "float32", "float32"]
-    monkeypatch.setattr("paged_jax.kernels.rows.sets_rows_in_place", lambda platform, dtype: False)
+    monkeypatch.setattr("paged_jax.kernels.platforms.sets_rows_in_place", lambda *_: False)
     assert resolve_kv_dtype("auto", "bfloat16", "cpu").name == "float32"
     assert resolve_kv_dtype("auto", "bfloat16", "tpu").name == "bfloat16"
 

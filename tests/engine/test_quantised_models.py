@@ -19,10 +19,9 @@ from flax import nnx
 
 from paged_jax import LLM, SamplingParams
 from paged_jax.arguments import ArgumentError
-from paged_jax.kernels import cpu
-from paged_jax.kernels.cpu import library
-from paged_jax.kernels.cpu.library import LoadedKernel
-from paged_jax.kernels.dispatch import weight_store
+from paged_jax.kernels.native import library
+from paged_jax.kernels.native.library import LoadedKernel
+from paged_jax.kernels.platforms import weight_store
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, dequantise
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.errors import WeightsError
@@ -228,7 +227,7 @@ def test_int8_activations(name) -> None:
 def test_int8_activations_that_are_impossible(monkeypatch, name, options, words) -> None:
     flags = "avx2" if "processor" in words else "avx512_vnni"
     monkeypatch.setattr(library, "processor", lambda: flags)
-    monkeypatch.setattr(cpu, "load", lambda kernel: LoadedKernel(None, "there is no compiler"))
+    monkeypatch.setattr(library, "load", lambda kernel: LoadedKernel(None, "there is no compiler"))
     rule = f"Engine: int8_activations must be False {words}, got True."
     with pytest.raises(ArgumentError, match=rule):
         LLM(load(name), **SIZES, **options, int8_activations=True)

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from paged_jax.kernels import paged_attention, paged_prefill_attention
-from paged_jax.kernels.dispatch import backends_of
+from paged_jax.kernels.op import backends_of
 from tests.support.compiler import needs_compiler
 from tests.support.covering import all_pairs, take_turns
 from tests.support.paged_batch import (

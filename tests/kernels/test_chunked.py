@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.kernels import dispatch, paged_attention
+from paged_jax.kernels import op as kernel_op
+from paged_jax.kernels import paged_attention
 from paged_jax.kernels.attention import chunked_attention, chunked_prefill_attention
-from tests.support.families import InterpretedTriton
+from tests.support.families import interpreted_triton
 
 C, K, G, D = 4, 2, 2, 8
 H, CHUNK = K * G, 12
@@ -49,8 +50,8 @@ def expected_row(q: np.ndarray, row: int, position: int) -> np.ndarray:
 
 @pytest.fixture(params=["xla", "triton", "cpu"])
 def backend(request, monkeypatch) -> str:
-    backends = {**dispatch.BACKENDS, "triton": InterpretedTriton()}
-    monkeypatch.setattr(dispatch, "BACKENDS", backends)
+    backends = {**kernel_op.BACKENDS, "triton": interpreted_triton()}
+    monkeypatch.setattr(kernel_op, "BACKENDS", backends)
     if request.param == "cpu" and jax.default_backend() != "cpu":
         pytest.skip("no CPU")
     return request.param

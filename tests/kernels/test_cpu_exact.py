@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from paged_jax import paged_attention, paged_prefill_attention
-from paged_jax.kernels.dispatch import exact_backend, exact_variants, is_exact
 from paged_jax.kernels.exact import inverse_root, rounded
 from paged_jax.kernels.kv_dtypes import KVDtype, quantise
 from paged_jax.kernels.linear import sum_rows
 from paged_jax.kernels.norm_rope import rms_norm, rotate
+from paged_jax.kernels.op import BACKENDS, exact_variants, is_exact
 from tests.support.compiler import needs_compiler
 from tests.support.oracles import attention
 
@@ -147,5 +147,5 @@ def test_exact_variants_refuse_backends_that_have_none() -> None:
     assert is_exact(EXACT) and not is_exact("cpu") and not is_exact(None)
     with pytest.raises(ValueError, match="must be None, 'cpu' or 'xla' .*, got 'triton'"):
         exact_variants("triton")
-    unavailable = exact_backend(EXACT).unavailable_for(["float32", "int8"], "float32", "int8")
+    unavailable = BACKENDS[EXACT].unavailable_for(["float32", "int8"], "float32", "int8")
     assert unavailable is None

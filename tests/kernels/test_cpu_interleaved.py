@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.kernels.cpu.layouts import InterleavedRows
-from paged_jax.kernels.dispatch import weight_store
 from paged_jax.kernels.linear import Stack, Weight, linear
+from paged_jax.kernels.native.layouts import InterleavedRows
+from paged_jax.kernels.platforms import weight_store
 from paged_jax.kernels.weight_formats import Layout, WeightArrays, WeightFormat
 from tests.support.compiler import needs_compiler, needs_vnni
 from tests.support.covering import all_pairs, once_in_core

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.kernels.cpu.layouts import InterleavedRows
+from paged_jax.kernels.native.layouts import InterleavedRows
 
 
 @pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])

@@ -17,9 +17,9 @@ import pytest
 
 from paged_jax.kernels import choose_backend
 from paged_jax.kernels.backend import Options, Problem
-from paged_jax.kernels.cpu import compiler, library
-from paged_jax.kernels.cpu.compiler import compile_library
 from paged_jax.kernels.linear import linear
+from paged_jax.kernels.native import compiler, library
+from paged_jax.kernels.native.compiler import compile_library
 from tests.support import compiler as compiler_support
 from tests.support.compiler import needs_compiler, needs_vnni
 from tests.support.paged_batch import PagedBatch, queries
@@ -28,7 +28,7 @@ from tests.support.processes import run_on_devices
 pytestmark = needs_compiler
 
 F32 = jnp.dtype(jnp.float32)
-LINEAR = library.Kernel("linear", F32)
+LINEAR = library.NativeKernel("linear", F32)
 PROBLEM = Problem(
     op="decode",
     sizes=tuple({"B": 2, "H": 4, "K": 2, "D": 64, "C": 16}.items()),
@@ -104,7 +104,7 @@ def kernel_cases() -> list:
     return cases
 
 
-def _name(kernel: library.Kernel) -> str:
+def _name(kernel: library.NativeKernel) -> str:
     return "-".join(filter(None, (kernel.op, kernel.code, kernel.dtype.name)))
 
 
@@ -120,7 +120,7 @@ def test_check_kernels_names_a_kernel_that_xla_replaces(fresh, monkeypatch) -> N
     monkeypatch.setattr(compiler_support, "_REPORTED", set())
     compiler_support.check_kernels()
     monkeypatch.setenv(library.SWITCH, "0")
-    library.load(library.Kernel("prefill", F32))
+    library.load(library.NativeKernel("prefill", F32))
     compiler_support.check_kernels()
     monkeypatch.delenv(library.SWITCH)
     monkeypatch.setenv("CXX", "false")
@@ -149,7 +149,7 @@ def test_load_without_a_compiler_leaves_the_work_to_xla(
     monkeypatch.setenv(variable, value)
     with caplog.at_level(logging.WARNING, "paged_jax"):
         assert "custom_call" not in run_fresh(21)
-        library.load(library.Kernel("prefill", F32))
+        library.load(library.NativeKernel("prefill", F32))
     assert len(caplog.records) == warnings
     # After a failure, lowered programs are not kept for later processes.
     assert library.is_any_missing() == (variable != library.SWITCH)
@@ -222,7 +222,7 @@ def test_load_reports_an_error_of_the_compiler_once(fresh, monkeypatch, caplog) 
     monkeypatch.setenv("CXX", str(script))
     with caplog.at_level(logging.WARNING, "paged_jax"):
         for op in ("linear", "decode", "prefill"):
-            why_not = library.load(library.Kernel(op, F32)).why_not
+            why_not = library.load(library.NativeKernel(op, F32)).why_not
             assert (
                 why_not
                 == f"{script} says: the source:7: error: fichier ferm\N{REPLACEMENT CHARACTER}"
@@ -288,8 +288,8 @@ def test_load_in_a_new_process_survives_a_truncated_kernel(fresh, machine_code, 
     kept.write_bytes(machine_code[: len(machine_code) // 2])
     program = """
         import jax.numpy as jnp
-        from paged_jax.kernels.cpu import library
-        print(library.load(library.Kernel("linear", jnp.dtype("float32"))).target)
+        from paged_jax.kernels.native import library
+        print(library.load(library.NativeKernel("linear", jnp.dtype("float32"))).target)
     """
     assert run_on_devices(program, num_devices=1).strip() == target
     assert kept.read_bytes() == machine_code
@@ -312,7 +312,7 @@ def test_load_with_an_unsupported_interface_leaves_the_work_to_xla(
     monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(newer_interface))
     with caplog.at_level(logging.WARNING, "paged_jax"):
         assert "custom_call" not in run_fresh(30)
-        library.load(library.Kernel("decode", F32))
+        library.load(library.NativeKernel("decode", F32))
     [record] = caplog.records
     assert "XLA does not accept a kernel: " in record.getMessage() and "0.99" in record.getMessage()
     assert not kept_files(fresh)
@@ -387,7 +387,7 @@ def test_load_works_if_one_folder_forbids_execution(
     monkeypatch.setattr(ctypes, "CDLL", refuse_to_map)
     with caplog.at_level(logging.WARNING, "paged_jax"):
         loaded = library.load(LINEAR)
-        library.load(library.Kernel("decode", F32))
+        library.load(library.NativeKernel("decode", F32))
     if noexec == "both":
         assert loaded.why_not is not None and "failed to map segment" in loaded.why_not
         assert len(caplog.records) == 1 and not kept_files(fresh)
@@ -436,7 +436,7 @@ def test_load_reports_why_the_compiler_failed_in_the_background(
 def test_the_end_of_a_process_waits_only_for_running_compilers() -> None:
     program = """
         import threading, time
-        from paged_jax.kernels.cpu import compiler
+        from paged_jax.kernels.native import compiler
 
         compiler._limit = lambda limit=threading.Semaphore(): limit
         compiler._run = lambda command, path: (time.sleep(1), print(command[0]))
@@ -450,7 +450,7 @@ def test_the_end_of_a_process_waits_only_for_running_compilers() -> None:
 def test_engines_compile_the_kernels_that_they_need_in_the_background() -> None:
     program = """
         from paged_jax import LLM, SamplingParams
-        from paged_jax.kernels.cpu import library
+        from paged_jax.kernels.native import library
 
         soon, loaded = [], []
         load_soon, load = library.load_soon, library._load

@@ -11,8 +11,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from paged_jax.kernels.cpu import library
-from paged_jax.kernels.cpu.kernels import Kernel
+from paged_jax.kernels.native import library
+from paged_jax.kernels.native.kernels import NativeKernel
 
 # Compilers and their flags. Clang uses the headers of the cross compiler for ARM.
 _ARM = "--target=aarch64-linux-gnu"
@@ -26,7 +26,7 @@ TARGETS = {
 }  # fmt: skip
 
 
-def compile_for(target: str, kernel: Kernel, *flags: str) -> str:
+def compile_for(target: str, kernel: NativeKernel, *flags: str) -> str:
     """Compile a kernel for a target, and return the errors."""
     compiler, *own = TARGETS[target]
     needed = [compiler, "aarch64-linux-gnu-g++"] if _ARM in own else [compiler]
@@ -41,7 +41,7 @@ def compile_for(target: str, kernel: Kernel, *flags: str) -> str:
     return "" if done.returncode == 0 else done.stderr
 
 
-def kernels_of(target: str) -> list[Kernel]:
+def kernels_of(target: str) -> list[NativeKernel]:
     """Return each op in float32, and all kernels of the matmuls.
 
     Kernels with int8 inputs need instructions for them.
@@ -55,7 +55,7 @@ def kernels_of(target: str) -> list[Kernel]:
 
 
 def test_quantised_kernels_compile_with_clang_for_apple_processors() -> None:
-    kernel = Kernel("quantised_linear", jnp.dtype(jnp.float32), "packed4")
+    kernel = NativeKernel("quantised_linear", jnp.dtype(jnp.float32), "packed4")
     assert not compile_for("clang++ apple-m1", kernel, "-fsyntax-only")
 
 
@@ -69,6 +69,7 @@ def test_kernels_have_no_errors_on_other_processors(target) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["g++ armv8", "clang++ apple-m1"])
 def test_assembler_accepts_a_kernel_for_arm(target, tmp_path: Path) -> None:
-    kernel, out = Kernel("quantised_linear", jnp.dtype(jnp.float32), "packed5"), tmp_path / "out.o"
+    kernel = NativeKernel("quantised_linear", jnp.dtype(jnp.float32), "packed5")
+    out = tmp_path / "out.o"
     assert not compile_for(target, kernel, "-c", "-o", str(out))
     assert out.read_bytes()[18:20] == b"\xb7\0", "the machine of this ELF file is AArch64"

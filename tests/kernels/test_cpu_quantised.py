@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.kernels.cpu import library
-from paged_jax.kernels.cpu.compiler import find_compiler
-from paged_jax.kernels.cpu.kernels import Kernel
 from paged_jax.kernels.linear import Stack, grouped_linear, linear
+from paged_jax.kernels.native import library
+from paged_jax.kernels.native.compiler import find_compiler
+from paged_jax.kernels.native.kernels import NativeKernel
 from paged_jax.kernels.weight_formats import (
     CODES,
     WeightArrays,
@@ -406,7 +406,7 @@ def test_kernels_for_processors_with_fewer_instructions(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(library, "_command", for_processor)
     op = "linear" if code is None else "quantised_linear"
-    loaded = library._load.__wrapped__(Kernel(op, dtype, code))
+    loaded = library._load.__wrapped__(NativeKernel(op, dtype, code))
     assert loaded.why_not is None
 
 
@@ -484,7 +484,7 @@ def test_kernels_stay_within_their_arrays(code, dtype, tmp_path) -> None:
     all_sizes = {"packed4": PACKED_SIZES, "packed5": SIZES_OF_5_BITS}.get(code, BYTE_SIZES)
     sizes = ", ".join(f"{{{K}, {K // (size or K)}}}" for K, size in all_sizes)
     (tmp_path / "program.cc").write_text(_PROGRAM)
-    command = library._command(Kernel("quantised_linear", dtype, code))
+    command = library._command(NativeKernel("quantised_linear", dtype, code))
     command = [x for x in command if x not in ("-shared", "-lm") and not x.endswith(".cc")]
     build = [*find_compiler(), *command, f"-I{library._SOURCE}", f"-DSIZES={sizes}"]
     program = str(tmp_path / "program")
@@ -494,7 +494,7 @@ def test_kernels_stay_within_their_arrays(code, dtype, tmp_path) -> None:
 
 def test_kernels_for_int8_inputs_need_their_instruction(monkeypatch, tmp_path) -> None:
     """Otherwise they would round nothing."""
-    kernel, command = Kernel("quantised_linear", S8, "int8"), library._command
+    kernel, command = NativeKernel("quantised_linear", S8, "int8"), library._command
     plain = [x for x in command(kernel) if not x.startswith("-march")]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(library, "_command", lambda kernel: plain)

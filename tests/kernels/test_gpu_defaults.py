@@ -8,11 +8,11 @@ import pytest
 
 from benchmarks.gpu import defaults
 from paged_jax.kernels import gpu_defaults, gpu_device
-from paged_jax.kernels.backend import ATTENTION, Op, Options, Problem
+from paged_jax.kernels.backend import ATTENTION, Options, PoolOp, Problem
 from paged_jax.kernels.call_table import CallShape
-from paged_jax.kernels.dispatch import choose_backend
 from paged_jax.kernels.gpu_device import GpuInfo
 from paged_jax.kernels.mosaic_gpu import launch
+from paged_jax.kernels.op import choose_backend
 from tests.kernels.test_triton_write import problem as problem_of_write
 from tests.support.kernel_cases import Case
 
@@ -26,7 +26,7 @@ SHAPE = CallShape.parse(KEY)
 ENTRY = {"backend": "triton", "measured": "now"}
 
 
-def problem(op: Op = "decode", pool_dtype="bfloat16", **changes) -> Problem:
+def problem(op: PoolOp = "decode", pool_dtype="bfloat16", **changes) -> Problem:
     sizes = {"B": 2, "K": 2, "H": 8, "C": 16, "D": 128, "M": 4, "N": 64} | changes
     return Problem(
         op=op, sizes=tuple(sizes.items()), q_dtype=jnp.dtype("bfloat16"),
@@ -171,7 +171,7 @@ def test_update_table_keeps_other_entries(tmp_path) -> None:
 
 
 def test_key_of_a_problem() -> None:
-    ops: tuple[Op, ...] = (*ATTENTION, "rope_write")
+    ops: tuple[PoolOp, ...] = (*ATTENTION, "rope_write")
     for op in ops:
         assert str(CallShape.of(problem(op))) == KEY
     write = problem_of_write("int8", D=64)

@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from paged_jax.kernels.backend import AttentionArgs, Options, Pools, Problem, WriteArgs
+from paged_jax.kernels.backend import AttentionArgs, Options, Pools, WriteArgs
 from paged_jax.kernels.cascade import merge_attention
-from paged_jax.kernels.dispatch import Dispatch
-from paged_jax.kernels.gradients import attend_differentiably
 from paged_jax.kernels.kv_dtypes import quantise
-from paged_jax.kernels.xla import Xla
+from paged_jax.kernels.ops import OPS
 from tests.support import oracles
 
 REFERENCE, XLA = "reference", "xla"
@@ -47,11 +45,11 @@ class Batch:
 
 
 def attend(backend, *args):
-    """Call `attend_differentiably` with the fields of `AttentionArgs` and the options."""
+    """Call the op, with its own gradient, with the fields of `AttentionArgs` and the options."""
     *arrays, options = args
     args = AttentionArgs(*arrays)
-    problem = Problem.build(args.op, {}, args.q.dtype, args.pools, options)
-    return attend_differentiably(Dispatch("attend", problem, backend), args)
+    op = OPS[args.op]
+    return op.gradient(op.bind(args, options, backend=backend), args)
 
 
 def lay_out(lengths, *, K=2, C=4, D=8, lanes=None, extra_width=2, shared_blocks=1) -> Batch:
@@ -358,7 +356,7 @@ def trained_layer(q, k, v, pools, layer, batch: Batch):
     blocks = jnp.asarray(batch.block_tables)[:, np.arange(N) // C].reshape(-1)
     offsets = jnp.tile(jnp.arange(N) % C, B)
     k, v = (x.reshape(B * N, *x.shape[2:]) for x in (k, v))
-    pools = Xla().write(WriteArgs(pools, k, v, blocks, offsets, layer))
+    pools = OPS["write"](WriteArgs(pools, k, v, blocks, offsets, layer), backend="xla")
     out, _ = attend(
         XLA, q, pools, batch.block_tables, batch.context_lens, batch.context_lens, None,
         layer, PLAIN,

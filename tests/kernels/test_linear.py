@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 
-from paged_jax.kernels import dispatch
+from paged_jax.kernels import op as kernel_op
 from paged_jax.kernels.gpu_device import GpuInfo
 from paged_jax.kernels.linear import Stack, Weight, grouped_linear, linear
 from paged_jax.kernels.mosaic_tpu.jax_kernels import choose_grouped_tiling
@@ -24,7 +24,7 @@ from paged_jax.kernels.triton import linear as triton_kernel
 from paged_jax.kernels.weight_formats import WeightArrays
 from tests.support.compiler import needs_compiler
 from tests.support.covering import all_pairs, once_in_core
-from tests.support.families import InterpretedTriton
+from tests.support.families import interpreted_triton
 from tests.support.kernel_cases import lower
 
 # Sizes of groups, and number of rows after them that belong to no group. In the last case each row
@@ -160,15 +160,8 @@ def test_grouped_linear_interprets_kernels_of_an_interpreted_backend(monkeypatch
     x, w, group_sizes = problem(SIZES["few"], 64, 33, "float32")
     want, scale = oracle(x, w, group_sizes)
     calls = []
-    kernel = triton_kernel.grouped_linear
-
-    def called(*args, interpret=False):
-        calls.append(interpret)
-        return kernel(*args, interpret=interpret)
-
-    monkeypatch.setattr(triton_kernel, "grouped_linear", called)
-    backends = {**dispatch.BACKENDS, "triton": InterpretedTriton()}
-    monkeypatch.setattr(dispatch, "BACKENDS", backends)
+    backends = {**kernel_op.BACKENDS, "triton": interpreted_triton(calls)}
+    monkeypatch.setattr(kernel_op, "BACKENDS", backends)
     for backend in (None, "xla", "triton"):
         calls.clear()
         out = jax.jit(functools.partial(grouped_linear, backend=backend))(x, w, group_sizes)

@@ -13,7 +13,8 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from paged_jax.kernels import gpu_device, mosaic_gpu
+from paged_jax.kernels import gpu_device
+from paged_jax.kernels.mosaic_gpu import launch
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.llama_config import LlamaConfig
 from tests.support.compiler import needs_compiler
@@ -216,7 +217,7 @@ MOSAIC_HEADS = range(64, 577, 64)
 
 
 @pytest.mark.skipif(
-    mosaic_gpu.launch.refusal(interpret=True) is not None, reason="this jax has no such kernels"
+    launch.refusal(interpret=True) is not None, reason="this jax has no such kernels"
 )
 @pytest.mark.parametrize(
     ("op", "G", "changes", "heads"),

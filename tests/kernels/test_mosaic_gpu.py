@@ -15,10 +15,10 @@ import pytest
 
 from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import Options, Pools, Problem
-from paged_jax.kernels.dispatch import choose_backend
 from paged_jax.kernels.gpu_device import GpuInfo
 from paged_jax.kernels.kv_dtypes import KVDtype
-from paged_jax.kernels.mosaic_gpu import MosaicGpu, flash_decode, launch
+from paged_jax.kernels.mosaic_gpu import backend, flash_decode, launch
+from paged_jax.kernels.op import choose_backend
 from tests.kernels.test_rope_write import check, make_new
 from tests.kernels.test_triton_write import problem
 from tests.kernels.test_writing import (
@@ -239,7 +239,7 @@ def decode_problem(**changes) -> Problem:
     ],
 )
 def test_unsupported_attention_is_refused(changes, reason) -> None:
-    refused = MosaicGpu().refusal(decode_problem(**changes))
+    refused = backend.refusal(decode_problem(**changes))
     assert refused is None if reason is None else reason in str(refused)
 
 
@@ -269,7 +269,7 @@ def new_in(pool_dtype: str, **sizes: int) -> Problem:
     ],
 )
 def test_unsupported_updates_are_refused(refused, reason) -> None:
-    assert reason in str(MosaicGpu().refusal(refused))
+    assert reason in str(backend.refusal(refused))
 
 
 @needs_simulator
@@ -284,7 +284,7 @@ def test_unsupported_updates_are_refused(refused, reason) -> None:
 )
 def test_gpus_without_the_kernels_are_refused(gpu, capability, is_supported) -> None:
     with gpu_device.assume(GpuInfo(gpu, 100, capability)):
-        why_not = MosaicGpu().refusal(problem("bfloat16"))
+        why_not = backend.refusal(problem("bfloat16"))
     assert (why_not is None) == is_supported
     assert is_supported or f"{gpu} has {capability[0]}.{capability[1]}" in str(why_not)
 
@@ -295,7 +295,7 @@ def test_triton_is_preferred_to_mosaic_gpu() -> None:
 
 def test_jax_without_mosaic_gpu_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(launch, "plgpu", None)
-    assert "jax 0.11.2 or later" in str(MosaicGpu().refusal(problem("bfloat16")))
+    assert "jax 0.11.2 or later" in str(backend.refusal(problem("bfloat16")))
 
 
 # Simulates a future version of JAX without Pallas' Triton backend.

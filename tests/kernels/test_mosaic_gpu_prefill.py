@@ -14,10 +14,10 @@ import pytest
 
 from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import Options, Problem
-from paged_jax.kernels.dispatch import backend_for
 from paged_jax.kernels.gpu_device import GpuInfo
-from paged_jax.kernels.mosaic_gpu import MosaicGpu, launch
+from paged_jax.kernels.mosaic_gpu import backend, launch
 from paged_jax.kernels.mosaic_gpu.query_tiles import PrefillSizes
+from paged_jax.kernels.op import backend_for
 from tests.support.aot_cases import asked_for
 from tests.support.paged_batch import PagedBatch, queries
 from tests.support.processes import run_on_devices
@@ -201,7 +201,7 @@ def prompt(op: Any = "prefill", *, q_dtype="bfloat16", pool_dtype="bfloat16", **
     ],
 )
 def test_unsupported_prompts_are_refused(op, changes, reason) -> None:
-    refused = MosaicGpu().refusal(prompt(op, **changes))
+    refused = backend.refusal(prompt(op, **changes))
     if reason is None and op == "ragged" and changes.get("H") == 142:
         reason = "71 query heads per KV head cannot be divided"  # by the kernel for single queries
     assert refused is None if reason is None else reason in str(refused)
@@ -212,9 +212,7 @@ def test_unsupported_prompts_are_refused(op, changes, reason) -> None:
 def test_prompts_need_compute_capability_9(op) -> None:
     """Models attend to prompts on another backend on a B200."""
     with gpu_device.assume(GpuInfo("NVIDIA B200", 148, (10, 0))):
-        assert "compute capability 9.0, and the GPU has 10.0" in str(
-            MosaicGpu().refusal(prompt(op))
-        )
+        assert "compute capability 9.0, and the GPU has 10.0" in str(backend.refusal(prompt(op)))
         assert backend_for(op, "mosaic_gpu") is None
         assert backend_for("decode", "mosaic_gpu") == "mosaic_gpu"
     with gpu_device.assume(GpuInfo("NVIDIA H200", 132, (9, 0))):

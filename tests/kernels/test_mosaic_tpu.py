@@ -28,7 +28,8 @@ from paged_jax.kernels.backend import (
     StateRows,
     StateSpaceStep,
 )
-from paged_jax.kernels.mosaic_tpu import recurrent, refusal
+from paged_jax.kernels.mosaic_tpu import recurrent
+from paged_jax.kernels.mosaic_tpu.attention import refusal
 from paged_jax.kernels.mosaic_tpu.kernel import choose_tiling
 from paged_jax.kernels.xla import recurrent as plain
 from tests.support import ROOT

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.kernels import dispatch, recurrent
+from paged_jax.kernels import op as kernel_op
+from paged_jax.kernels import recurrent
 from paged_jax.kernels import rows as row_access
 from paged_jax.kernels.backend import StateRows
-from paged_jax.kernels.mosaic_tpu import MosaicTpu
 from paged_jax.kernels.padding import padded_state_shape
 from paged_jax.kernels.rows import set_states, take_states
 from tests.support import recurrences
-from tests.support.families import InterpretedTriton
+from tests.support.families import interpreted_triton
 
 L, P, LAYER = 2, 9, 1
 K, G = 2, 3
@@ -36,9 +36,9 @@ Advance = Callable[[int, np.ndarray], tuple[np.ndarray, np.ndarray]]
 @pytest.fixture(params=["xla", "cpu", "triton", "mosaic_tpu"])
 def backend(request, monkeypatch) -> str:
     """Name of a backend. Kernels in Pallas are interpreted."""
-    tpu = MosaicTpu(interpret=True)
-    backends = {**dispatch.BACKENDS, "triton": InterpretedTriton(), "mosaic_tpu": tpu}
-    monkeypatch.setattr(dispatch, "BACKENDS", backends)
+    tpu = kernel_op.BACKENDS["mosaic_tpu"].interpreted()
+    backends = {**kernel_op.BACKENDS, "triton": interpreted_triton(), "mosaic_tpu": tpu}
+    monkeypatch.setattr(kernel_op, "BACKENDS", backends)
     return request.param
 
 

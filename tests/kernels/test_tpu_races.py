@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from paged_jax.kernels import mosaic_tpu
 from paged_jax.kernels.backend import AttentionArgs, Options
+from paged_jax.kernels.mosaic_tpu import attention as tpu_attention
 from paged_jax.kernels.mosaic_tpu import kernel, recurrent
 from paged_jax.kernels.xla import recurrent as plain
 from tests.kernels.test_mosaic_tpu import make_step
@@ -44,7 +44,7 @@ def attend(interpret: Any, monkeypatch) -> tuple[np.ndarray, np.ndarray]:
     arrays = jax.tree.map(jnp.asarray, (q, batch.pools, batch.block_tables, batch.lengths))
     args = AttentionArgs(*arrays, None, None, jnp.int32(LAYER))
     options = Options(scale=0.4)
-    run = jax.jit(lambda args: mosaic_tpu.attend.__wrapped__(args, options, interpret))
+    run = jax.jit(lambda args: tpu_attention.attend.__wrapped__(args, options, interpret))
     out, _ = run(args)
     return np.asarray(out), batch.expected_decode(q, scale=0.4)[0]
 

@@ -12,8 +12,8 @@ from jax.experimental import pallas as pl
 
 from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import AttentionArgs, Options, Problem
-from paged_jax.kernels.dispatch import choose_backend
-from paged_jax.kernels.triton import decode, refusal
+from paged_jax.kernels.op import choose_backend
+from paged_jax.kernels.triton.backend import decode, refusal
 from paged_jax.kernels.triton.tuning import DecodeParams
 from tests.support.kernel_cases import Case, equations, lowering_for
 from tests.support.paged_batch import LAYER, OUT_OF_RANGE, PagedBatch, queries

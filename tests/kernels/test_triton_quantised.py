@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.kernels import dispatch, gpu_device
+from paged_jax.kernels import gpu_device
+from paged_jax.kernels import op as kernel_op
 from paged_jax.kernels.gpu_device import GpuInfo
 from paged_jax.kernels.linear import Weight, grouped_linear, linear
 from paged_jax.kernels.triton import dequantise
@@ -21,7 +22,7 @@ from paged_jax.kernels.triton.dequantise import TileFormat
 from paged_jax.kernels.weight_formats import CODES, WeightFormat
 from tests.support import ptx, weights
 from tests.support.covering import all_pairs, once_in_core, take_turns
-from tests.support.families import InterpretedTriton
+from tests.support.families import interpreted_triton
 from tests.support.kernel_cases import lower
 from tests.support.weights import elements, make_weight, random_arrays
 
@@ -175,8 +176,8 @@ def test_linear_is_differentiable_in_x_through_the_kernel(name, monkeypatch) -> 
     calls = []
     multiply = kernel.quantised_linear
     if INTERPRET:
-        backends = {**dispatch.BACKENDS, "triton": InterpretedTriton()}
-        monkeypatch.setattr(dispatch, "BACKENDS", backends)
+        backends = {**kernel_op.BACKENDS, "triton": interpreted_triton()}
+        monkeypatch.setattr(kernel_op, "BACKENDS", backends)
     monkeypatch.setattr(
         kernel, "quantised_linear", lambda *x, **y: calls.append(1) or multiply(*x, **y)
     )

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from jax.extend.core import Literal
 
-from paged_jax.kernels import dispatch
-from paged_jax.kernels.backend import Options, Problem
-from paged_jax.kernels.dispatch import choose_backend
+from paged_jax.kernels import op as kernel_op
+from paged_jax.kernels.backend import Backend, Kernel, Options, Problem
 from paged_jax.kernels.kv_dtypes import quantise, round_half_to_even
-from paged_jax.kernels.triton import Triton
+from paged_jax.kernels.op import choose_backend
+from paged_jax.kernels.triton import write
 from paged_jax.kernels.writing import paged_write
 from tests.support.kernel_cases import Case, equations, lower, lowering_for
 
@@ -56,11 +56,11 @@ def test_choose_backend_gives_xla_what_triton_does_not_support():
 
 
 def test_choose_backend_takes_the_first_backend_that_supports_the_problem(monkeypatch):
-    class First(Triton):
-        def refusal(self, problem):
-            return None if problem.q_dtype == jnp.bfloat16 else "it takes bfloat16 only"
+    def refusal(problem):
+        return None if problem.q_dtype == jnp.bfloat16 else "it takes bfloat16 only"
 
-    monkeypatch.setattr(dispatch, "BACKENDS", {"first": First(), **dispatch.BACKENDS})
+    first = Backend({"write": Kernel(write.write, refusal)}, platform="cuda")
+    monkeypatch.setattr(kernel_op, "BACKENDS", {"first": first, **kernel_op.BACKENDS})
     assert choose_backend(problem("bfloat16"), "cuda").backend == "first"
     assert choose_backend(problem("float32"), "cuda").backend == "triton"
     neither = choose_backend(problem("float64"), "cuda")

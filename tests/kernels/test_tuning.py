@@ -14,8 +14,8 @@ from benchmarks.common.device_time import Rates
 from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.call_table import CallShape
-from paged_jax.kernels.dispatch import choose_backend
 from paged_jax.kernels.gpu_device import GpuInfo
+from paged_jax.kernels.op import choose_backend
 from paged_jax.kernels.triton import tuning
 from paged_jax.kernels.triton.tuning import DecodeParams, PrefillParams
 from tests.support.gpus import GPUS

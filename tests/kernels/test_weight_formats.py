@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_jax.kernels.cpu.layouts import InterleavedRows
 from paged_jax.kernels.embedding import look_up, look_up_differentiably
 from paged_jax.kernels.linear import Stack, grouped_linear, linear
+from paged_jax.kernels.native.layouts import InterleavedRows
 from paged_jax.kernels.weight_formats import (
     CODES,
     WeightArrays,

@@ -15,9 +15,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from paged_jax.kernels.backend import Pools
-from paged_jax.kernels.cpu import library
 from paged_jax.kernels.kv_dtypes import QUANTISED, KVDtype, quantise
-from paged_jax.kernels.rows import sets_rows_in_place
+from paged_jax.kernels.native import library
+from paged_jax.kernels.platforms import sets_rows_in_place
 from paged_jax.kernels.writing import copy_blocks, paged_write
 from tests.support.compiler import needs_compiler
 
@@ -411,8 +411,7 @@ def test_paged_write_updates_donated_pools_in_place_by_the_kernel_for_cpus(dtype
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
 def test_paged_write_without_the_kernel_copies_pools_once_for_several_writes(dtype, monkeypatch):
     unavailable = library.LoadedKernel(None, "the test replaces it")
-    for name in ("paged_jax.kernels.cpu.load", "paged_jax.kernels.cpu.library.load"):
-        monkeypatch.setattr(name, lambda kernel: unavailable)
+    monkeypatch.setattr(library, "load", lambda kernel: unavailable)
     assert not sets_rows_in_place("cpu", dtype)
     pools = abstract_pools(dtype)
     for num_layers in (1, 2):

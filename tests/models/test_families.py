@@ -13,7 +13,7 @@ with scores. Other combinations run only with ``-m exhaustive``.
 
 import collections
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,9 @@ from safetensors import safe_open
 
 from paged_jax import Engine, RequestOutput, SamplingParams
 from paged_jax.engine.drafts import Drafter
-from paged_jax.kernels import dispatch
+from paged_jax.kernels import op as kernel_op
 from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.embedding import look_up_differentiably
-from paged_jax.kernels.triton import linear as triton_kernel
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading.saving import save_weights
@@ -115,21 +114,12 @@ def model(case) -> Decoder:
 
 
 @pytest.fixture(scope="module")
-def products(case) -> Iterator[list[Interpret]]:
-    """Yield the argument `interpret` of each traced call of Triton's grouped matrix multiplication.
+def products(case) -> list[Interpret]:
+    """Return a list for the `interpret` of each traced call of Triton's grouped matmul.
 
     All tests of a case share the list, because a second engine of equal sizes traces nothing.
     """
-    products = []
-    grouped_linear = triton_kernel.grouped_linear
-
-    def traced(*args, interpret=False):
-        products.append(interpret)
-        return grouped_linear(*args, interpret=interpret)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_kernel, "grouped_linear", traced)
-        yield products
+    return []
 
 
 forward = nnx.jit(lambda model, token_ids: model(token_ids))
@@ -356,8 +346,8 @@ def test_engine_matches_transformers(case, model, products, monkeypatch, options
     reference, (backend, preemption, *others) = case[1], options.split()
     swaps, speculates = preemption == "swap", "drafts" in others
     traced_before = len(products)
-    backends = {**dispatch.BACKENDS, "triton": families.InterpretedTriton()}
-    monkeypatch.setattr(dispatch, "BACKENDS", backends)
+    backends = {**kernel_op.BACKENDS, "triton": families.interpreted_triton(products)}
+    monkeypatch.setattr(kernel_op, "BACKENDS", backends)
     # One row is padded to four, which saves a program a case.
     monkeypatch.setattr(runner, "row_bucket", full_batch)
     engine = Engine(

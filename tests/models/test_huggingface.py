@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from paged_jax.kernels.linear import reads_stacked_weights
+from paged_jax.kernels.platforms import reads_stacked_weights
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.errors import WeightsError
 from paged_jax.models.llama_config import LlamaConfig

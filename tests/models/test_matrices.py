@@ -12,8 +12,8 @@ from flax import nnx
 
 from paged_jax import LLM, SamplingParams
 from paged_jax.engine.footprint import num_parameters, weight_bytes
-from paged_jax.kernels.cpu.layouts import InterleavedRows
 from paged_jax.kernels.linear import Weight, linear
+from paged_jax.kernels.native.layouts import InterleavedRows
 from paged_jax.kernels.weight_formats import WeightFormat
 from paged_jax.models import matrix_modules
 from paged_jax.models.codecs.dtype_formats import DTYPE_FORMATS, quantise

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from paged_jax.kernels.linear import reads_stacked_weights
+from paged_jax.kernels.platforms import reads_stacked_weights
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.errors import WeightsError
 from paged_jax.models.llama_config import LlamaConfig

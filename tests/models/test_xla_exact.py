@@ -1,5 +1,6 @@
 """Exact numerics without C++ kernels: engine, `rollout` and `log_probs` give the same bits."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from paged_jax import LLM, SamplingParams, log_probs, rollout
-from paged_jax.kernels.cpu import CpuExact
+from paged_jax.kernels.cpu import backend
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.llama_config import LlamaConfig
 from tests.support import references
@@ -82,7 +83,10 @@ def test_with_numerics_chooses_the_exact_backend(monkeypatch) -> None:
     in_jax = model.with_numerics("exact", backend="xla")
     assert in_jax.resolve_backend(None) == "xla_exact"
     assert in_jax.with_numerics(cache_dtype="bfloat16").resolve_backend(None) == "xla_exact"
-    monkeypatch.setattr(CpuExact, "unavailable_for", lambda *_: "there is no compiler")
+    refused = dataclasses.replace(
+        backend.CPU_EXACT, unavailable_for=lambda *_: "there is no compiler"
+    )
+    monkeypatch.setattr(backend, "CPU_EXACT", refused)
     assert model.with_numerics("exact").resolve_backend(None) == "xla_exact"
     with pytest.raises(ValueError, match=r"backend='cpu', got 'exact': there is no compiler"):
         model.with_numerics("exact", backend="cpu")

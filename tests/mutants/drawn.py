@@ -139,7 +139,7 @@ DRAWN = (
     mutant(
         "a self-test accepts any result",
         "kernels/cpu",
-        "paged_jax.kernels.cpu.library:_find_failure",
+        "paged_jax.kernels.native.library:_find_failure",
         "np.allclose(got, want, rtol=1e-4, atol=1e-4)",
         "True",
         "tests/kernels/test_cpu_library.py::test_load_rejects_a_kernel_with_wrong_results",
@@ -147,7 +147,7 @@ DRAWN = (
     mutant(
         "a kernel in a folder without execution is not moved",
         "kernels/cpu",
-        "paged_jax.kernels.cpu.library:_register_new",
+        "paged_jax.kernels.native.library:_register_new",
         "_register(kernel, target, Path(shutil.copy(path, other)))",
         "pass",
         "tests/kernels/test_cpu_library.py::test_load_works_if_one_folder_forbids_execution",

@@ -34,8 +34,8 @@ TIERS = {"core": CORE, "rest": REST}
 
 # Modules that find C++ kernels in the cache. Mutants of them start with an empty cache.
 _FIND_KERNELS = (
-    "paged_jax.kernels.cpu.compiler",
-    "paged_jax.kernels.cpu.library",
+    "paged_jax.kernels.native.compiler",
+    "paged_jax.kernels.native.library",
     "paged_jax.user_cache",
 )
 # Libraries that most tests need. Missing ones are skipped.

@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from paged_jax.kernels.linear import reads_stacked_weights
+from paged_jax.kernels.platforms import reads_stacked_weights
 
 _MEASURE = """
 import json

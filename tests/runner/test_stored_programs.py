@@ -15,8 +15,7 @@ import pytest
 from flax import nnx
 
 from paged_jax import Engine, Llama, SamplingParams, user_cache
-from paged_jax.kernels.cpu import library
-from paged_jax.kernels.dispatch import cpu_backend
+from paged_jax.kernels.native import library
 from paged_jax.runner import stored_programs
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.programs import Call
@@ -192,7 +191,7 @@ def test_key_depends_on_everything_that_affects_a_program(executor, monkeypatch)
     for variable in (library.SWITCH, "XLA_FLAGS"):
         monkeypatch.setenv(variable, "0")
         found.append(keys(executor))
-    monkeypatch.setattr(type(cpu_backend()), "processor", lambda self: "another")
+    monkeypatch.setattr(library, "processor", lambda: "another")
     found.append(keys(executor))
     assert len(set(found)) == len(found)
 
@@ -271,7 +270,7 @@ def test_resolve_stores_nothing_for_foreign_modules(executor, tiny_model, folder
 
 def decode_with_kernels(executor):
     """Return a call of the decode program, and the target of one of its C++ kernels."""
-    target, why_not = library.load(library.Kernel("linear", np.dtype(np.float32)))
+    target, why_not = library.load(library.NativeKernel("linear", np.dtype(np.float32)))
     assert target is not None, why_not
     slots = np.full(executor.sizes.num_slots, -1, np.int32)
     call = executor.programs.decode.call(slots, np.int32(0), np.bool_(False), np.bool_(False))
@@ -282,7 +281,7 @@ def decode_with_kernels(executor):
 def test_stored_program_depends_on_its_kernels(executor, folder, monkeypatch) -> None:
     """A program is not stored if a kernel is missing, and not used if a kernel has changed."""
     call, _ = decode_with_kernels(executor)
-    library._MISSING[library.Kernel("decode", np.dtype(np.float32))] = "the test removes it"
+    library._MISSING[library.NativeKernel("decode", np.dtype(np.float32))] = "the test removes it"
     assert resolve(executor, call) is not call and not list(folder.iterdir())
     library._MISSING.clear()
     resolve(executor, call)
@@ -301,7 +300,7 @@ def test_stored_program_loads_its_kernels(executor, folder, monkeypatch) -> None
     resolve(executor, call)
     [path] = folder.iterdir()
     loaded: list[str] = []
-    monkeypatch.setattr(type(cpu_backend()), "load_target", lambda self, x: not loaded.append(x))
+    monkeypatch.setattr(library, "load_target", lambda x: not loaded.append(x))
     assert read(executor, call, path) is not None
     assert target in loaded and set(loaded) == library.find_targets(text.encode())
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paged_jax.kernels.cpu.library import SWITCH, missing_kernels, processor
+from paged_jax.kernels.native.library import SWITCH, missing_kernels, processor
 
 _IS_FOUND = os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++")))
 

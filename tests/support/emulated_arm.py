@@ -40,7 +40,7 @@ exec /usr/bin/aarch64-linux-gnu-g++ "$@"
 """
 _PROGRAM = """
 import platform
-from paged_jax.kernels.cpu import library
+from paged_jax.kernels.native import library
 
 print(platform.machine(), flush=True)
 failed = 0

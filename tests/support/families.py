@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from paged_jax.kernels.triton import Triton
+from paged_jax.kernels.backend import Backend, Interpret
+from paged_jax.kernels.op import BACKENDS
 from tests.support import references
 from tests.support.references import VOCAB_SIZE, Tensor
 
@@ -987,10 +988,18 @@ def load(folder: Path, **options: Any) -> Any:
     return kind.from_pretrained(folder, attn_implementation="eager", **options).eval()
 
 
-class InterpretedTriton(Triton):
-    """The interpreted GPU kernels as a backend for any platform."""
+def interpreted_triton(traced: list[Interpret] | None = None) -> Backend:
+    """Return the interpreted GPU kernels as a backend for any platform.
 
-    platform = None
+    If `traced` is given, each traced call of the grouped matmul adds the kernel's `interpret`.
+    """
+    triton = BACKENDS["triton"].interpreted(jax.default_backend() != "gpu")
+    grouped = triton.kernels["grouped_linear"]
 
-    def __init__(self) -> None:
-        super().__init__(interpret=jax.default_backend() != "gpu")
+    def run(args: Any) -> Any:
+        if traced is not None:
+            traced.append(grouped.interpret)
+        return grouped.run(args)
+
+    kernels = {**triton.kernels, "grouped_linear": dataclasses.replace(grouped, run=run)}
+    return dataclasses.replace(triton, kernels=kernels, platform=None)

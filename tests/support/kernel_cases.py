@@ -14,17 +14,16 @@ from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import (
     AttentionArgs,
     CopyArgs,
-    Op,
     Pages,
+    PoolOp,
     Pools,
-    Problem,
     RaggedArgs,
     RaggedOptions,
     RopeWriteArgs,
     WriteArgs,
 )
-from paged_jax.kernels.dispatch import Dispatch
 from paged_jax.kernels.kv_dtypes import KVDtype
+from paged_jax.kernels.ops import OPS
 
 H200 = gpu_device.GpuInfo("NVIDIA H200", 132)
 
@@ -43,7 +42,7 @@ class Case:
       U: elements of a value if it is a part of the key; None for values with a pool of their own.
     """
 
-    op: Op
+    op: PoolOp
     backend: str | None = None
     B: int = 3
     T: int = 5
@@ -97,21 +96,13 @@ class Case:
             soft_cap=self.soft_cap,
             value_dim=self.U,
         )
-        sizes = {letter: getattr(self, letter) for letter in "BTKGCDMLP"}
-        sizes |= {"H": self.K * self.G, "N": self.num_tokens, "U": self.U or self.D}
-        pools = self._pools(None)
-        problem = Problem.build(
-            self.op, sizes, self.dtype, pools, options, has_sinks=self.has_sinks
-        )
-        call = Dispatch(self.op, problem, self.backend)
-        args_type = {
-            "write": WriteArgs, "rope_write": RopeWriteArgs, "copy_blocks": CopyArgs,
-            "ragged": RaggedArgs,
-        }.get(self.op, AttentionArgs)  # fmt: skip
+        has_options = self.op not in ("write", "copy_blocks")
+        args = self.shapes()
+        call = OPS[self.op].bind(args, options if has_options else None, backend=self.backend)
 
         # The name of the function appears in the compiled program.
         def op(*arrays: Any) -> Any:
-            results = call.run(args_type(*arrays))
+            results = call.run(type(args)(*arrays))
             return results[0] if self.op == "ragged" else results  # as without `return_lse`
 
         op.__name__ = self.op

@@ -102,7 +102,7 @@ from paged_jax.kernels.ragged_chunks import Chunks, find_rows
 _REGISTERS, _CONVERTING_REGISTERS, _WIDE_CONVERTING_REGISTERS = (224, 64), (208, 96), (216, 80)
 
 
-def gpu_refusal(interpret: Interpret) -> str | None:
+def gpu_refusal(interpret: Interpret = False) -> str | None:
     """Return why the GPU cannot run this kernel, or None if it can or if `interpret` is set."""
     major, minor = device().compute_capability
     if interpret or major == 9:

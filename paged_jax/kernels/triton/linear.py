@@ -43,14 +43,14 @@ from jax.experimental import pallas as pl
 
 from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import Interpret
-from paged_jax.kernels.dispatch import general_backend
-from paged_jax.kernels.gradients import with_plain_gradients
+from paged_jax.kernels.derivatives import with_plain_gradients
 from paged_jax.kernels.kv_split import divide
 from paged_jax.kernels.triton import dequantise, pallas, tiles
 from paged_jax.kernels.triton.dequantise import TileFormat, WeightTile
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 from paged_jax.kernels.weight_formats import BYTE_CODES, Weight, WeightFormat
 from paged_jax.kernels.weight_packing import PACKED_INPUTS
+from paged_jax.kernels.xla.linear import linear as plain_linear
 
 # Maximum number of elements of an array. It is limited because the kernel computes offsets in
 # int32.
@@ -96,7 +96,7 @@ class MatmulTiling(NamedTuple):
     parts: int = 1
 
 
-def quantised_refusal(x: jax.Array, w: Weight) -> str | None:
+def quantised_refusal(x: jax.Array, w: Weight, *, interpret: Interpret = False) -> str | None:
     """Return why `quantised_linear` does not support these arrays, or None if it does."""
     if (why_not := pallas.refusal() or pallas.gpu_refusal()) is not None:
         return why_not
@@ -112,7 +112,9 @@ def quantised_refusal(x: jax.Array, w: Weight) -> str | None:
     return None
 
 
-def grouped_refusal(x: jax.Array, w: Weight) -> str | None:
+def grouped_refusal(
+    x: jax.Array, w: Weight, sizes: jax.Array, *, interpret: Interpret = False
+) -> str | None:
     """Return why `grouped_linear` does not support these arrays, or None if it does."""
     if (why_not := pallas.refusal() or pallas.gpu_refusal()) is not None:
         return why_not
@@ -223,7 +225,7 @@ def quantised_linear(
     rows = x.astype(w.dtype).reshape(-1, num_inputs)
     multiply = with_plain_gradients(
         lambda operands: _multiply_parts(*operands, tiling, interpret),
-        lambda operands: general_backend().linear(*operands),
+        lambda operands: plain_linear(*operands),
     )
     return multiply((rows, matrix)).reshape(*shape, *outputs)
 

@@ -24,11 +24,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from paged_jax.kernels.backend import AttentionArgs, Options, Pages, Pools, RaggedArgs
+from paged_jax.kernels.backend import (
+    AttentionArgs,
+    Options,
+    Pages,
+    Pools,
+    RaggedArgs,
+    RaggedOptions,
+)
+from paged_jax.kernels.bits import take_rows
 from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.opaque_call import take_or_fill
-from paged_jax.kernels.ragged_chunks import Chunks
-from paged_jax.kernels.rows import take_rows
+from paged_jax.kernels.ragged_chunks import Chunks, attend_in_parts
 
 # Maximum number of tokens of a sequence in a loop step. Longer tiles waste more work on short
 # contexts.
@@ -434,3 +441,13 @@ def finish_softmax(softmax: RunningSoftmax, value_scale: float) -> tuple[jax.Arr
     total = jnp.where(is_empty, 1.0, softmax.total)
     lse = jnp.where(is_empty, -jnp.inf, softmax.peak + jnp.log(total))
     return softmax.out * value_scale / total[..., None], lse
+
+
+def attend(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+    """Run a decode or a prefill."""
+    return (decode if args.query_lens is None else prefill)(args, options)
+
+
+def attend_ragged(args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
+    """Attend with the chunks of all sequences of a ragged batch."""
+    return attend_in_parts(decode, attend_to_chunks, args, options)

@@ -14,31 +14,24 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
 from paged_jax.kernels.backend import (
+    Backend,
     ConvolutionStep,
     DeltaStep,
-    Options,
-    Pools,
-    Problem,
-    RopeWriteArgs,
+    Kernel,
     StateSpaceStep,
     StateStep,
+    spread,
     state_shape,
 )
-from paged_jax.kernels.exact import add_halves, round_product, round_to
-from paged_jax.kernels.norm_rope import rope_then_write
+from paged_jax.kernels.rounding import add_halves, round_product, round_to
 from paged_jax.kernels.rows import set_states, take_states
 from paged_jax.kernels.weight_formats import Weight, dequantise
-from paged_jax.kernels.xla import write
 from paged_jax.kernels.xla.exact_attention import attend_exactly
 from paged_jax.kernels.xla.linear import GroupTiles, floats_of_group, linear
 
@@ -115,11 +108,6 @@ def _multiply_tile(rows: jax.Array, first: jax.Array, w: jax.Array) -> jax.Array
     return round_product(lax.dot_general(tile, w, dims, precision="highest"))
 
 
-def _grouped_linear_refusal(x: jax.Array, w: Weight, sizes: jax.Array) -> None:
-    """Return None, because all arrays are supported."""
-    del x, w, sizes
-
-
 @jax.custom_jvp
 def _sum_rows(x: jax.Array) -> jax.Array:
     """Sum float32 ``[..., N]`` over the last dimension, to ``[..., 1]``."""
@@ -133,11 +121,6 @@ def _sum_rows_jvp(
     return _sum_rows(*primals), jnp.sum(tangents[0], axis=-1, keepdims=True)
 
 
-def _rope_write(args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
-    """Normalise and rotate heads, and write keys and values into the pools."""
-    return rope_then_write(write, args, options, backend="xla_exact")
-
-
 def _advance_rows(step: StateStep) -> tuple[jax.Array, jax.Array]:
     """Run a step of one token per row, see `paged_jax.kernels.xla.recurrent.advance_rows`."""
     states = take_states(step.rows, state_shape(step))
@@ -148,11 +131,6 @@ def _advance_rows(step: StateStep) -> tuple[jax.Array, jax.Array]:
     else:
         out, new = _advance_state_space(step, states.reshape(*step.x.shape[:3], *states.shape[2:]))
     return out, set_states(step.rows, new.reshape(states.shape))
-
-
-def _advance_rows_refusal(step: StateStep) -> None:
-    """Return None, because all steps are supported."""
-    del step
 
 
 def _convolve(step: ConvolutionStep, state: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -193,30 +171,16 @@ def _dot(x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
     return add_halves(round_product(x * y), axis)
 
 
-@dataclass(frozen=True)
-class XlaExact:
-    """The backend ``"xla_exact"``: each row has the same bits in any program and batch."""
-
-    platform: ClassVar[str | None] = "cpu"
-    is_exact: ClassVar[bool] = True
-
-    attend = staticmethod(attend_exactly)
-    rope_write = staticmethod(_rope_write)
-    linear = staticmethod(_linear)
-    sum_rows = staticmethod(_sum_rows)
-    grouped_linear = staticmethod(_grouped_linear)
-    grouped_linear_refusal = staticmethod(_grouped_linear_refusal)
-    advance_rows = staticmethod(_advance_rows)
-    advance_rows_refusal = staticmethod(_advance_rows_refusal)
-
-    def refusal(self, problem: Problem) -> str | None:
-        """Return None, because every problem is supported."""
-        del problem
-        return None
-
-    def unavailable_for(
-        self, codes: Collection[str], dtype: DTypeLike, pool_dtype: DTypeLike
-    ) -> str | None:
-        """Return None, because all models are supported, see `CpuExact.unavailable_for`."""
-        del codes, dtype, pool_dtype
-        return None
+# Each row has the same bits in any program and batch.
+XLA_EXACT = Backend(
+    {
+        "decode": Kernel(attend_exactly),
+        "prefill": Kernel(attend_exactly),
+        "linear": Kernel(spread(_linear), is_differentiable=True, runs_anywhere=True),
+        "sum_rows": Kernel(_sum_rows, is_differentiable=True, runs_anywhere=True),
+        "grouped_linear": Kernel(spread(_grouped_linear)),
+        "advance_rows": Kernel(_advance_rows),
+    },
+    platform="cpu",
+    is_exact=True,
+)

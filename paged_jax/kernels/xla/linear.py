@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.kernels.rows import as_bits, from_bits
+from paged_jax.kernels.bits import as_bits, from_bits
 from paged_jax.kernels.weight_formats import (
     BYTE_CODES,
     Weight,
@@ -375,3 +375,8 @@ def _precision(w: jax.Array) -> lax.Precision | None:
     # Use the highest precision for float32. By default, GPUs would round float32 operands to TF32,
     # and TPUs to bfloat16.
     return lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
+
+
+def sum_rows(x: jax.Array) -> jax.Array:
+    """Sum float32 ``[..., N]`` over the last dimension, in the order that XLA chooses."""
+    return jnp.sum(x, axis=-1, keepdims=True)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.dispatch import weight_store
+from paged_jax.kernels.platforms import weight_store
 from paged_jax.kernels.weight_formats import WeightFormat, common_format, divide_groups
 from paged_jax.kernels.weight_packing import PACKED_INPUTS
 from paged_jax.models.codecs.dtype_formats import DTYPE_FORMATS, fits, name_of

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.dispatch import weight_store
+from paged_jax.kernels.platforms import weight_store
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat
 from paged_jax.models.codecs.dtype_formats import DTYPE_FORMATS, change_format, float_type
 from paged_jax.models.config import ModelConfig

@@ -15,7 +15,7 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.linear import reads_stacked_weights
+from paged_jax.kernels.platforms import reads_stacked_weights
 from paged_jax.kernels.weight_formats import WeightFormat
 from paged_jax.models.codecs.dtype_formats import DTYPE_FORMATS, name_of
 from paged_jax.models.codecs.module_matrix import ModuleFormat

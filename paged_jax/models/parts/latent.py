@@ -27,10 +27,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.arguments import check_positive
-from paged_jax.kernels.dispatch import is_exact
 from paged_jax.kernels.exact import rounded
 from paged_jax.kernels.linear import LayerWeights, Matrix, grouped_linear
 from paged_jax.kernels.norm_rope import add_bias, rms_norm, rotate
+from paged_jax.kernels.op import is_exact
 from paged_jax.kernels.weight_formats import Weight
 from paged_jax.models.layer_attention import Heads, Reach
 from paged_jax.models.layer_groups import KVShape

@@ -34,10 +34,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.dispatch import is_exact
 from paged_jax.kernels.exact import inverse_root, rounded
 from paged_jax.kernels.linear import sum_rows
 from paged_jax.kernels.norm_rope import ACTIVATIONS, add_bias, expand, rms_norm
+from paged_jax.kernels.op import is_exact
 from paged_jax.kernels.recurrent import causal_convolution
 from paged_jax.models.errors import UnsupportedConfigError
 from paged_jax.models.layer_attention import Recurrence, States

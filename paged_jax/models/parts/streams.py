@@ -20,10 +20,10 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from paged_jax.kernels.dispatch import is_exact
 from paged_jax.kernels.exact import rounded
 from paged_jax.kernels.linear import Weight, grouped_linear, linear
 from paged_jax.kernels.norm_rope import expand, mean_square
+from paged_jax.kernels.op import is_exact
 from paged_jax.models.parts.norm import Norm
 from paged_jax.models.parts.part import LayerCall, Normal, Parameter, Part, ones, vector
 from paged_jax.models.parts.residual import PerLayerEmbedding

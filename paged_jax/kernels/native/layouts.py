@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from paged_jax.kernels.rows import as_bits, from_bits
+from paged_jax.kernels.bits import as_bits, from_bits
 
 
 @dataclass(frozen=True)

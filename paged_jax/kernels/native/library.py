@@ -44,21 +44,21 @@ from jax.interpreters import batching, mlir
 
 from paged_jax import user_cache
 from paged_jax.kernels.backend import Options
-from paged_jax.kernels.cpu.compiler import (
+from paged_jax.kernels.native.compiler import (
     Unavailable,
     build_folder,
     compile_in_background,
     compile_library,
     temporary_folder,
 )
-from paged_jax.kernels.cpu.kernels import (
+from paged_jax.kernels.native.kernels import (
     CODE_ELEMENTS,
     ELEMENTS,
     INT8_INPUT_CODES,
     SELF_TESTS,
     STATE_DTYPES,
     FloatOp,
-    Kernel,
+    NativeKernel,
     QuantisedOp,
 )
 
@@ -82,7 +82,7 @@ class LoadedKernel(NamedTuple):
     why_not: str | None
 
 
-def load(kernel: Kernel) -> LoadedKernel:
+def load(kernel: NativeKernel) -> LoadedKernel:
     """Compile a kernel, unless the cache has it, and register it with XLA.
 
     A process does this only once per kernel.
@@ -91,7 +91,7 @@ def load(kernel: Kernel) -> LoadedKernel:
         return _load(kernel)
 
 
-def load_soon(kernels: Iterable[Kernel]) -> None:
+def load_soon(kernels: Iterable[NativeKernel]) -> None:
     """Start to compile kernels that this process has not loaded, and that the cache does not have.
 
     Several kernels are compiled at a time, in background threads, in the given order. `load` waits
@@ -132,7 +132,7 @@ def is_any_missing() -> bool:
     return bool(_MISSING)
 
 
-def missing_kernels() -> dict[Kernel, str]:
+def missing_kernels() -> dict[NativeKernel, str]:
     """Return the kernels that XLA replaces in this process, with the reason for each of them.
 
     Kernels that the environment variable `SWITCH` disables are not among them.
@@ -160,22 +160,22 @@ def load_called(program: bytes) -> str | None:
     return next(missing, None)
 
 
-def all_kernels() -> list[Kernel]:
+def all_kernels() -> list[NativeKernel]:
     """Return all kernels, also those for which this processor lacks instructions."""
     kernels = [
-        Kernel(op, dtype)
+        NativeKernel(op, dtype)
         for op in get_args(FloatOp)
         for dtype in STATE_DTYPES.get(op, tuple(ELEMENTS))
     ]
     return kernels + [
-        Kernel(op, jnp.dtype(dtype), code)
+        NativeKernel(op, jnp.dtype(dtype), code)
         for op in get_args(QuantisedOp)
         for dtype in (jnp.float32, jnp.bfloat16, jnp.int8)
         for code in (INT8_INPUT_CODES if dtype == jnp.int8 else CODE_ELEMENTS)
     ]
 
 
-def _prefix(kernel: Kernel) -> str:
+def _prefix(kernel: NativeKernel) -> str:
     code = "" if kernel.code is None else f"{kernel.code}_"
     return f"paged_jax_{kernel.op}_{code}{kernel.dtype}_"
 
@@ -186,11 +186,11 @@ _LOCK = threading.Lock()
 _REGISTERED: set[str] = set()
 
 # Kernels that could not be loaded, although programs would call them, and the reasons.
-_MISSING: dict[Kernel, str] = {}
+_MISSING: dict[NativeKernel, str] = {}
 
 
 @functools.cache
-def _load(kernel: Kernel) -> LoadedKernel:
+def _load(kernel: NativeKernel) -> LoadedKernel:
     if os.environ.get(SWITCH) == "0":
         return LoadedKernel(None, f"{SWITCH} is 0")
     try:
@@ -209,7 +209,7 @@ def _warn(reason: str) -> None:
     _logger.warning("The kernels for CPUs are replaced by XLA: %s.", reason)
 
 
-def _find_or_compile(kernel: Kernel) -> str:
+def _find_or_compile(kernel: NativeKernel) -> str:
     command = _command(kernel)
     target = _target(kernel, command)
     folder = user_cache.cache_folder("kernels")
@@ -226,7 +226,7 @@ def _find_or_compile(kernel: Kernel) -> str:
     return target
 
 
-def _register_cached(kernel: Kernel, target: str, folder: Path) -> bool:
+def _register_cached(kernel: NativeKernel, target: str, folder: Path) -> bool:
     """Register the library of `target` from the cache folder; return whether that succeeded.
 
     An undamaged file may still be unusable: another container that shares the folder may have
@@ -254,7 +254,7 @@ def _cached_name(target: str, content: bytes) -> str:
     return f"{target}.{hashlib.sha256(content).hexdigest()[:32]}.so"
 
 
-def _register_new(kernel: Kernel, target: str, path: Path, cache_folder: Path | None) -> None:
+def _register_new(kernel: NativeKernel, target: str, path: Path, cache_folder: Path | None) -> None:
     """Register a new library. If it cannot be loaded, try again with a copy in the cache folder.
 
     Many systems mount /tmp with the option noexec, so that no library can be loaded from it.
@@ -270,12 +270,12 @@ def _register_new(kernel: Kernel, target: str, path: Path, cache_folder: Path | 
         raise
 
 
-def _check(kernel: Kernel, target: str) -> None:
+def _check(kernel: NativeKernel, target: str) -> None:
     if (failure := _in_a_thread(functools.partial(_find_failure, kernel, target))) is not None:
         raise Unavailable(failure)
 
 
-def _command(kernel: Kernel) -> list[str]:
+def _command(kernel: NativeKernel) -> list[str]:
     """Return the arguments of the compiler, without the output file."""
     native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
     # Disable the vectorisation of straight-line code. With it, GCC packs the addresses of rows into
@@ -293,7 +293,7 @@ def _command(kernel: Kernel) -> list[str]:
     ]  # fmt: skip
 
 
-def _target(kernel: Kernel, command: list[str]) -> str:
+def _target(kernel: NativeKernel, command: list[str]) -> str:
     # The digest ensures that a cached program never calls another version of the kernel.
     return _prefix(kernel) + _digest(command)
 
@@ -322,7 +322,7 @@ def processor() -> str:
     return "\n".join(lines + sorted({x for x in text.splitlines() if x.startswith(fields)}))
 
 
-def _register(kernel: Kernel, target: str, path: Path) -> None:
+def _register(kernel: NativeKernel, target: str, path: Path) -> None:
     if target in _REGISTERED:
         return
     try:
@@ -347,7 +347,7 @@ def _in_a_thread(function: Any) -> Any:
     return results[0]
 
 
-def _find_failure(kernel: Kernel, target: str) -> str | None:
+def _find_failure(kernel: NativeKernel, target: str) -> str | None:
     """Run the self-test of a kernel on a CPU; return why it failed, or None if it passed."""
     try:
         device = jax.devices("cpu")[0]
@@ -375,7 +375,7 @@ _call_p.multiple_results = True
 
 
 def call(
-    kernel: Kernel,
+    kernel: NativeKernel,
     operands: Arrays,
     plain: PlainFunction,
     args: tuple[Any, ...],
@@ -435,7 +435,7 @@ def _batched(operands: Any, axes: Any, *, structure: Any, **params: Any) -> Any:
 def _lower_for_cpu(
     ctx: mlir.LoweringRuleContext,
     *operands: Any,
-    kernel: Kernel,
+    kernel: NativeKernel,
     attributes: Attributes,
     structure: Any,
     is_in_place: bool,

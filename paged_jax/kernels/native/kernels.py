@@ -14,8 +14,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.backend import Options
-from paged_jax.kernels.cpu.layouts import InterleavedRows
 from paged_jax.kernels.kv_dtypes import KVDtype
+from paged_jax.kernels.native.layouts import InterleavedRows
 from paged_jax.kernels.weight_formats import CODES, FLOAT_CODES, num_bits
 from paged_jax.kernels.weight_packing import SECTION_INPUTS, join_levels, pack
 
@@ -53,7 +53,7 @@ STATE_DTYPES: dict[str, tuple[Any, ...]] = {
 KernelOp = FloatOp | QuantisedOp
 
 
-class Kernel(NamedTuple):
+class NativeKernel(NamedTuple):
     """A C++ kernel, compiled for a dtype.
 
     Attributes:
@@ -88,7 +88,7 @@ def kernel_code(code: str) -> str:
 _INEXACT_CODES = ("nf4", "fp4")
 
 
-def matmul_kernel(code: str, dtype: DTypeLike) -> Kernel:
+def matmul_kernel(code: str, dtype: DTypeLike) -> NativeKernel:
     """Return the kernel that multiplies by weights with a code, in a model with a float dtype.
 
     With quantised weights, the matmul is in bfloat16 if `dtype` is bfloat16 and the numbers of the
@@ -99,16 +99,16 @@ def matmul_kernel(code: str, dtype: DTypeLike) -> Kernel:
       dtype: float dtype of the model.
     """
     if code in FLOAT_CODES:
-        return Kernel("linear", jnp.dtype(code))
+        return NativeKernel("linear", jnp.dtype(code))
     is_bfloat16 = jnp.dtype(dtype) == jnp.bfloat16 and code not in _INEXACT_CODES
-    return Kernel(
+    return NativeKernel(
         "quantised_linear",
         jnp.dtype(jnp.bfloat16 if is_bfloat16 else jnp.float32),
         kernel_code(code),
     )
 
 
-def list_kernels(codes: Iterable[str], dtype: DTypeLike) -> list[Kernel]:
+def list_kernels(codes: Iterable[str], dtype: DTypeLike) -> list[NativeKernel]:
     """Return the kernels that an engine usually needs, in this order.
 
     With a quantised cache, with int8 activations or with recurrent layers, it needs others as well.
@@ -119,7 +119,7 @@ def list_kernels(codes: Iterable[str], dtype: DTypeLike) -> list[Kernel]:
     """
     matmuls = dict.fromkeys(matmul_kernel(code, dtype) for code in codes)
     ops: tuple[FloatOp, ...] = ("set_rows", "zeros", "prefill", "decode")
-    return [*matmuls, *(Kernel(op, jnp.dtype(dtype)) for op in ops)]
+    return [*matmuls, *(NativeKernel(op, jnp.dtype(dtype)) for op in ops)]
 
 
 def attention_attributes(
@@ -146,14 +146,14 @@ def attention_attributes(
 Results = tuple[np.ndarray, np.ndarray]  # the result of a kernel and the expected result
 
 
-def _test_linear(target: str, kernel: Kernel) -> Results:
+def _test_linear(target: str, kernel: NativeKernel) -> Results:
     rng = np.random.default_rng(0)
     x, w = (rng.integers(-8, 8, shape).astype(np.float32) for shape in ((7, 77), (2, 3, 13, 77)))
     operands = (x / 8).astype(kernel.input_dtype), w.astype(kernel.dtype), _SIZES, np.int32(1)
     return _test_groups(target, operands, w[1])
 
 
-def _test_quantised_linear(target: str, kernel: Kernel) -> Results:
+def _test_quantised_linear(target: str, kernel: NativeKernel) -> Results:
     """Test weights with and without interleaved rows, with float scales and two-level scales."""
     K, groups = (96, 3) if kernel.code in _PACKED else (77, 7)
     tests = [
@@ -167,7 +167,7 @@ def _test_quantised_linear(target: str, kernel: Kernel) -> Results:
 
 
 def _test_quantised_groups(
-    target: str, kernel: Kernel, sizes: tuple[int, int, int], *, is_interleaved: bool
+    target: str, kernel: NativeKernel, sizes: tuple[int, int, int], *, is_interleaved: bool
 ) -> Results:
     """Test weights with `sizes`: numbers of outputs, inputs, and groups of inputs.
 
@@ -220,7 +220,7 @@ def _test_groups(
     return got, np.concatenate([x[:1] @ w[0].T, x[1:6] @ w[2].T, np.zeros((1, N))])
 
 
-def _test_attention(target: str, kernel: Kernel) -> Results:
+def _test_attention(target: str, kernel: NativeKernel) -> Results:
     """Test a decode or prefill of a single sequence.
 
     A decode has the query of the last token, a prefill has the queries of the last 7 tokens. The
@@ -263,7 +263,7 @@ def _test_attention(target: str, kernel: Kernel) -> Results:
     return got, np.broadcast_to(want, got.shape)
 
 
-def _test_set_rows(target: str, kernel: Kernel) -> Results:
+def _test_set_rows(target: str, kernel: NativeKernel) -> Results:
     rows = (np.arange(35, dtype=np.float32) % 16).reshape(5, 7)
     index, new = np.array([3, 5, 0, -1], np.int32), np.ones((4, 7), np.float32)
     call = jax.ffi.ffi_call(
@@ -274,7 +274,7 @@ def _test_set_rows(target: str, kernel: Kernel) -> Results:
     return np.asarray(got).astype(np.float32), rows
 
 
-def _test_zeros(target: str, kernel: Kernel) -> Results:
+def _test_zeros(target: str, kernel: NativeKernel) -> Results:
     """Fill an array with zeros. The array initially contains 1, and has several memory pages."""
     ones = np.ones((5, 7919), kernel.dtype)
     shape = jax.ShapeDtypeStruct(ones.shape, ones.dtype)
@@ -282,7 +282,7 @@ def _test_zeros(target: str, kernel: Kernel) -> Results:
     return np.asarray(jax.jit(call)(ones)).astype(np.float32), np.zeros(ones.shape)
 
 
-def _test_delta_step(target: str, kernel: Kernel) -> Results:
+def _test_delta_step(target: str, kernel: NativeKernel) -> Results:
     D, U = 24, 43
     q, k, v, log_decay, beta = _random((3, 2, D), (3, 2, D), (3, 2, 2, U), (3, 2, 2, D), (3, 2, 2))
 
@@ -299,7 +299,7 @@ def _test_delta_step(target: str, kernel: Kernel) -> Results:
     return _test_step(target, kernel, (4, D, U), arrays, (3, 2, 2, U), advance)
 
 
-def _test_state_space_step(target: str, kernel: Kernel) -> Results:
+def _test_state_space_step(target: str, kernel: NativeKernel) -> Results:
     U, D = 5, 43
     x, b, c, log_decay = _random((3, 2, 2, U), (3, 2, D), (3, 2, D), (3, 2, 2))
 
@@ -313,7 +313,7 @@ def _test_state_space_step(target: str, kernel: Kernel) -> Results:
     return _test_step(target, kernel, (4, U, D), arrays, (3, 2, 2, U), advance)
 
 
-def _test_convolution_step(target: str, kernel: Kernel) -> Results:
+def _test_convolution_step(target: str, kernel: NativeKernel) -> Results:
     F, width = 43, 4
     filters, bias = _random((width, F), (F,))
     x, num_tokens = np.arange(3 * F, dtype=np.float32).reshape(3, F) % 16, np.array([1, 1, 0])
@@ -334,7 +334,7 @@ def _random(*shapes: tuple[int, ...]) -> list[np.ndarray]:
 
 def _test_step(
     target: str,
-    kernel: Kernel,
+    kernel: NativeKernel,
     shape: tuple[int, ...],
     arrays: Sequence[np.ndarray],
     out_shape: tuple[int, ...],
@@ -360,7 +360,7 @@ def _test_step(
     return flat, np.concatenate([pool.reshape(-1), *want])
 
 
-SELF_TESTS: dict[str, Callable[[str, Kernel], Results]] = {
+SELF_TESTS: dict[str, Callable[[str, NativeKernel], Results]] = {
     "decode": _test_attention,
     "prefill": _test_attention,
     "linear": _test_linear,

@@ -1,0 +1,50 @@
+"""The kernels of the backend ``"mosaic_tpu"``."""
+
+import jax
+
+from paged_jax.kernels.backend import (
+    Backend,
+    GroupedLinearArgs,
+    Interpret,
+    Kernel,
+    Problem,
+    StateStep,
+)
+from paged_jax.kernels.mosaic_tpu import attention, jax_kernels, recurrent
+from paged_jax.kernels.mosaic_tpu.device import device_refusal
+
+
+def _ragged_refusal(problem: Problem, interpret: Interpret = False) -> str | None:
+    if interpret:
+        return "Pallas' interpreter lacks operations of JAX's kernel for TPUs"
+    return jax_kernels.ragged_refusal(problem)
+
+
+def _states_refusal(step: StateStep, interpret: Interpret = False) -> str | None:
+    return (None if interpret else device_refusal()) or recurrent.refusal(step)
+
+
+def _grouped_refusal(args: GroupedLinearArgs, interpret: Interpret = False) -> str | None:
+    """Return why JAX's own kernel does not support these arrays, or None if it does."""
+    del interpret
+    if args.w.scales is not None:
+        return f"weights must be floating point, got {args.w.format.code} with scales"
+    return jax_kernels.grouped_refusal(args.w.values)
+
+
+def _grouped_linear(args: GroupedLinearArgs, interpret: Interpret = False) -> jax.Array:
+    return jax_kernels.grouped_linear(args.x, args.w.values, args.sizes, interpret=interpret)
+
+
+_attention = Kernel(attention.attend, attention.refusal, can_interpret=True)
+
+MOSAIC_TPU = Backend(
+    {
+        "decode": _attention,
+        "prefill": _attention,
+        "ragged": Kernel(jax_kernels.attend_ragged, _ragged_refusal, can_interpret=True),
+        "grouped_linear": Kernel(_grouped_linear, _grouped_refusal, can_interpret=True),
+        "advance_rows": Kernel(recurrent.advance_rows, _states_refusal, can_interpret=True),
+    },
+    platform="tpu",
+)
