@@ -365,17 +365,25 @@ class ConvolutionStep(NamedTuple):
     bias: jax.Array | None
     num_tokens: jax.Array
 
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Shape of the state of a row."""
+        return self.rows.pool.shape[2:]
 
-class DeltaStep(NamedTuple):
-    """Arguments of `paged_jax.kernels.recurrent.delta_rule` for one token per row.
+
+class RecurrentStep(NamedTuple):
+    """Arguments of `delta_rule` or `state_space` in `paged_jax.kernels.recurrent`, for one token.
 
     Attributes:
-      rows: the states, in a pool ``[L, P, K * G, D, U]``, which may pad D and U.
-      q, k: queries and keys, float32 ``[B, K, D]``.
-      v: values, float32 ``[B, K, G, U]``.
+      rows: the states, in a pool ``[L, P, K * G, D, U]``, or ``[L, P, K * G, U, D]`` without beta.
+        The pool may pad D and U.
+      q: vectors that read from the state, float32 ``[B, K, D]``.
+      k: vectors that write to the state, float32 ``[B, K, D]``.
+      v: values to write, float32 ``[B, K, G, U]``.
       log_decay: logarithm of the decay of the state, float32 ``[B, K, G, D]``, or ``[B, K, G, 1]``
         if all elements of a key decay equally.
-      beta: step size of the update of the state, float32 ``[B, K, G]``.
+      beta: step size of the delta rule, float32 ``[B, K, G]``. With None, the value that a key
+        reads from the state is not subtracted before `v` is written, as in Mamba-2.
     """
 
     rows: StateRows
@@ -383,37 +391,26 @@ class DeltaStep(NamedTuple):
     k: jax.Array
     v: jax.Array
     log_decay: jax.Array
-    beta: jax.Array
+    beta: jax.Array | None
+
+    @property
+    def key_axis(self) -> int:
+        """Dimension of keys in the state of a head: 0 for ``[D, U]``, 1 for ``[U, D]``.
+
+        The delta rule reads a state twice, so its sums are over the dimension that is cheaper to
+        sum over. Values of Mamba-2 usually have 64 elements, which would fill half of the lanes of
+        a TPU.
+        """
+        return 1 if self.beta is None else 0
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Shape of the state of a row, without the padding in the pool."""
+        D, U = self.k.shape[-1], self.v.shape[-1]
+        return self.rows.pool.shape[2], *((U, D) if self.key_axis else (D, U))
 
 
-class StateSpaceStep(NamedTuple):
-    """Arguments of `paged_jax.kernels.recurrent.state_space` for one token per row.
-
-    Attributes:
-      rows: the states, in a pool ``[L, P, K * G, U, D]``, which may pad U and D.
-      x: inputs, float32 ``[B, K, G, U]``.
-      b, c: vectors that write to the state and read from it, float32 ``[B, K, D]``.
-      log_decay: logarithm of the decay of the state, float32 ``[B, K, G]``.
-    """
-
-    rows: StateRows
-    x: jax.Array
-    b: jax.Array
-    c: jax.Array
-    log_decay: jax.Array
-
-
-StateStep = ConvolutionStep | DeltaStep | StateSpaceStep
-
-
-def state_shape(step: StateStep) -> tuple[int, ...]:
-    """Return the shape of the state of a row, without the padding in the pool."""
-    shape = step.rows.pool.shape[2:]
-    if isinstance(step, DeltaStep):
-        return shape[0], step.k.shape[-1], step.v.shape[-1]
-    if isinstance(step, StateSpaceStep):
-        return shape[0], step.x.shape[-1], step.b.shape[-1]
-    return shape
+StateStep = ConvolutionStep | RecurrentStep
 
 
 def spread(function: Callable[..., Any]) -> Callable[..., Any]:

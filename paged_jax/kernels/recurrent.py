@@ -10,16 +10,15 @@ backend computes the ops in plain JAX (`xla/recurrent.py`).
 """
 
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from paged_jax.kernels.backend import (
     ConvolutionStep,
-    DeltaStep,
+    RecurrentStep,
     StateRows,
-    StateSpaceStep,
     StateStep,
 )
 from paged_jax.kernels.op import Op
@@ -97,9 +96,7 @@ def delta_rule(
     log_decay, beta = _without_padding(num_tokens, log_decay, beta)
     if log_decay.ndim == beta.ndim:
         log_decay = log_decay[..., None]
-    if isinstance(state, StateRows):
-        return _run_step(DeltaStep(state, *(x[:, 0] for x in (q, k, v, log_decay, beta))))
-    return apply_recurrence(q, k, v, log_decay, beta, state)
+    return _apply(q, k, v, log_decay, beta, state)
 
 
 def state_space(
@@ -128,9 +125,21 @@ def state_space(
       The output, float32 ``[B, T, K, G, U]``, and the new state.
     """
     x, log_decay = _without_padding(num_tokens, x, log_decay)
+    return _apply(c, b, x, log_decay[..., None], None, state)
+
+
+def _apply(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array | None,
+    state: State,
+) -> tuple[jax.Array, State]:
     if isinstance(state, StateRows):
-        return _run_step(StateSpaceStep(state, *(each[:, 0] for each in (x, b, c, log_decay))))
-    return apply_recurrence(c, b, x, log_decay[..., None], None, state)
+        arrays: Any = jax.tree.map(lambda x: x[:, 0], (q, k, v, log_decay, beta))
+        return _run_step(RecurrentStep(state, *arrays))
+    return apply_recurrence(q, k, v, log_decay, beta, state)
 
 
 ADVANCE_ROWS = Op("advance_rows", advance_rows, is_optional=True)

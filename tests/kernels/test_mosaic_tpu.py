@@ -22,11 +22,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from paged_jax.kernels import choose_backend
 from paged_jax.kernels.backend import (
     ConvolutionStep,
-    DeltaStep,
     Options,
     Problem,
+    RecurrentStep,
     StateRows,
-    StateSpaceStep,
 )
 from paged_jax.kernels.mosaic_tpu import recurrent
 from paged_jax.kernels.mosaic_tpu.attention import refusal
@@ -131,8 +130,8 @@ def make_step(op: str, K: int, G: int, D: int, U: int) -> Any:
     q, k = random(B, K, D) / D**0.5, random(B, K, D) / D**0.5
     decay = -abs(random(B, K, G))
     if op == "state_space":
-        return StateSpaceStep(rows, random(B, K, G, U), q, k, decay)
-    return DeltaStep(rows, q, k, random(B, K, G, U), decay[..., None], abs(random(B, K, G)))
+        return RecurrentStep(rows, q, k, random(B, K, G, U), decay[..., None], None)
+    return RecurrentStep(rows, q, k, random(B, K, G, U), decay[..., None], abs(random(B, K, G)))
 
 
 def check_step(step: Any, interpret: Any) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from paged_jax.kernels import recurrent
+from paged_jax.kernels.xla import recurrent as plain
 from tests.support import recurrences
 
 # Lengths of the rows of one batch: one token, less than a tile, whole tiles, and many tiles.
@@ -135,6 +136,18 @@ def test_state_space_equals_the_recurrence(case, length) -> None:
             if n:
                 actual = out[row, :n, k, g]
                 np.testing.assert_allclose(actual, expected, rtol=0, atol=5e-6 * largest)
+
+
+@pytest.mark.parametrize("length", [1, SHORT])
+def test_a_recurrence_without_beta_takes_a_decay_per_element(length) -> None:
+    x, b, c, log_decay, state = state_space_inputs("usual")
+    arrays = [each[:, :length] for each in (c, b, x)]
+    log_decay = log_decay[:, :length, ..., None]
+    run = jax.jit(plain.apply_recurrence)
+    expected = run(*arrays, log_decay, None, state)
+    actual = run(*arrays, np.repeat(log_decay, D, axis=-1), None, state)
+    for got, want in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("length", [1, SHORT])

@@ -3,21 +3,19 @@
 import jax
 import jax.numpy as jnp
 
-from paged_jax.kernels.backend import ConvolutionStep, DeltaStep, StateStep, state_shape
+from paged_jax.kernels.backend import ConvolutionStep, RecurrentStep, StateStep
 from paged_jax.kernels.native.kernels import STATE_DTYPES, FloatOp, NativeKernel
 from paged_jax.kernels.native.library import Arrays, call
 from paged_jax.kernels.xla.recurrent import advance_rows as plain_advance_rows
 
-# Maximum number of elements of a key in the delta rule. Its kernels have arrays of this size on the
-# stack (MAX_D in `source/state_rows.h`).
+# Maximum number of elements of a key. The kernel has arrays of this size on the stack (MAX_D in
+# `native/source/recurrent_step.cc`).
 _MAX_KEY_DIM = 1024
 
 
 def _state_op(step: StateStep) -> FloatOp:
     """Return the op of the kernel for a step of recurrent layers."""
-    if isinstance(step, ConvolutionStep):
-        return "convolution_step"
-    return "delta_step" if isinstance(step, DeltaStep) else "state_space_step"
+    return "convolution_step" if isinstance(step, ConvolutionStep) else "recurrent_step"
 
 
 def refusal(step: StateStep) -> str | None:
@@ -25,9 +23,9 @@ def refusal(step: StateStep) -> str | None:
     dtype = step.rows.pool.dtype
     if dtype not in STATE_DTYPES[_state_op(step)]:
         return f"states must be float32, or any float dtype for convolutions, got {dtype}"
-    if step.rows.pool.shape[2:] != state_shape(step):
+    if step.rows.pool.shape[2:] != step.state_shape:
         return "states must not be padded"
-    if isinstance(step, DeltaStep) and step.k.shape[-1] > _MAX_KEY_DIM:
+    if isinstance(step, RecurrentStep) and step.k.shape[-1] > _MAX_KEY_DIM:
         return f"keys must have at most {_MAX_KEY_DIM} elements, got {step.k.shape[-1]}"
     return None
 
@@ -42,7 +40,7 @@ def advance_rows(step: StateStep) -> tuple[jax.Array, jax.Array]:
         x = step.x.astype(pool.dtype)
         arrays: Arrays = (x, filters, bias.astype(jnp.float32), step.num_tokens)
     else:
-        arrays = step[1:]
+        arrays = tuple(x for x in step[1:] if x is not None)
     operands = (pool, jnp.asarray(rows.layer, jnp.int32), rows.sources, rows.entries, *arrays)
     kernel = NativeKernel(_state_op(step), pool.dtype)
     pool, out = call(kernel, operands, _plain_step, (step,), is_in_place=True)

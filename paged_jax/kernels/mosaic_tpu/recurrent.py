@@ -26,7 +26,6 @@ pool, but a copy in a TPU kernel moves whole tiles of 8 or 16 rows.
 """
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +36,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from paged_jax.kernels.backend import (
     ConvolutionStep,
-    DeltaStep,
     Interpret,
+    RecurrentStep,
     StateRows,
-    StateSpaceStep,
     StateStep,
 )
 from paged_jax.kernels.mosaic_tpu.kernel import MAX_SCALARS, div
@@ -105,27 +103,22 @@ def _largest_divisor(number: int, most: int) -> int:
 def advance_rows(step: StateStep, interpret: Interpret = False) -> tuple[jax.Array, jax.Array]:
     """Run a step in one kernel; return the output of each row, float32, and the new pool."""
     assert not isinstance(step, ConvolutionStep)
-    U, step = (step.v if isinstance(step, DeltaStep) else step.x).shape[-1], _padded(step)
-    if isinstance(step, DeltaStep):
-        advance, name, keys, values = _advance_delta, "recurrent_delta", (step.q, step.k), step.v
-        others = step.v, step.log_decay, step.beta[..., None]
-    else:
-        advance, name, keys, values = (
-            _advance_state_space, "recurrent_state_space", (step.b, step.c), step.x,
-        )  # fmt: skip
-        others = step.x, step.log_decay[..., None]
+    U, step = step.v.shape[-1], _padded(step)
     rows, pool = step.rows, step.rows.pool
-    B, K, G, padded_U = values.shape
+    B, K, G, padded_U = step.v.shape
     P, H, *state_shape = pool.shape[1:]
     per_block = heads_per_block(K, G, 4 * state_shape[0] * state_shape[1])
     num_keys, num_blocks = max(per_block // G, 1), H // per_block
-    arrays = [x.reshape(B, K // num_keys, num_keys, -1) for x in keys]
-    arrays += [x.reshape(B, num_blocks, per_block, x.shape[-1]) for x in others]
+    arrays = [x.reshape(B, K // num_keys, num_keys, -1) for x in (step.q, step.k)]
+    of_heads = [step.v, step.log_decay]
+    if step.beta is not None:
+        of_heads.append(step.beta[..., None])
+    arrays += [x.reshape(B, num_blocks, per_block, x.shape[-1]) for x in of_heads]
     scalars = jnp.asarray(rows.layer, jnp.int32).reshape(1), *_order_rows(rows)
     out_shape = jax.ShapeDtypeStruct((B, num_blocks, per_block, padded_U), jnp.float32)
     in_specs, out_specs = _block_specs(arrays, out_shape, per_block, state_shape)
     call = pl.pallas_call(
-        functools.partial(_kernel, advance=advance, num_keys=num_keys, num_entries=P),
+        functools.partial(_kernel, key_axis=step.key_axis, num_keys=num_keys, num_entries=P),
         out_shape=(out_shape, jax.ShapeDtypeStruct(pool.shape, pool.dtype)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -142,29 +135,27 @@ def advance_rows(step: StateStep, interpret: Interpret = False) -> tuple[jax.Arr
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
         input_output_aliases={len(scalars) + len(arrays): 1},
         interpret=interpret,
-        name=name,
+        name="recurrent_delta" if step.beta is not None else "recurrent_state_space",
     )
     call = call if interpret else functools.partial(only_on, "tpu", call)
     out, pool = call(*scalars, *arrays, pool)
     return out.reshape(B, K, G, padded_U)[..., :U], pool
 
 
-def _padded(step: DeltaStep | StateSpaceStep) -> DeltaStep | StateSpaceStep:
+def _padded(step: RecurrentStep) -> RecurrentStep:
     """Pad keys and values with zeros to the size of the states in the pool.
 
     The padding of a state then stays zero.
     """
-    rows, lanes = step.rows.pool.shape[-2:]
+    sizes = step.rows.pool.shape[-2:]
+    D, U = sizes[step.key_axis], sizes[1 - step.key_axis]
 
     def padded(x: jax.Array, size: int) -> jax.Array:
         return jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, size - x.shape[-1])])
 
-    if isinstance(step, StateSpaceStep):
-        b, c = padded(step.b, lanes), padded(step.c, lanes)
-        return step._replace(x=padded(step.x, rows), b=b, c=c)
-    q, k, v = padded(step.q, rows), padded(step.k, rows), padded(step.v, lanes)
     is_by_element = step.log_decay.shape[-1] > 1
-    log_decay = padded(step.log_decay, rows) if is_by_element else step.log_decay
+    log_decay = padded(step.log_decay, D) if is_by_element else step.log_decay
+    q, k, v = padded(step.q, D), padded(step.k, D), padded(step.v, U)
     return step._replace(q=q, k=k, v=v, log_decay=log_decay)
 
 
@@ -232,7 +223,7 @@ def _order_rows(rows: StateRows) -> tuple[jax.Array, ...]:
 
 def _kernel(
     layer_ref, order_ref, reads_ref, is_held_ref, entries_ref, *refs,
-    advance: Callable[..., None], num_keys: int, num_entries: int,
+    key_axis: int, num_keys: int, num_entries: int,
 ) -> None:  # fmt: skip
     """Advance the heads of a grid step, and start to copy their states to the pool."""
     del reads_ref
@@ -261,13 +252,14 @@ def _kernel(
 
     def advance_heads(key, _):
         per_key = per_block // num_keys
-        advance(
+        _advance_heads(
             pl.ds(key, 1),
             [key * per_key + g for g in range(per_key)],
             *array_refs,
-            lambda head: jnp.where(is_held, state_ref[head], 0),
-            out_ref,
-            buffer.at[slot],
+            load_state=lambda head: jnp.where(is_held, state_ref[head], 0),
+            out_ref=out_ref,
+            new_ref=buffer.at[slot],
+            key_axis=key_axis,
         )
 
     lax.fori_loop(0, num_keys, advance_heads, None, unroll=True)
@@ -282,33 +274,32 @@ def _kernel(
         wait_for(grid_step, slot)
 
 
-def _advance_delta(
-    key, heads, q_ref, k_ref, v_ref, log_decay_ref, beta_ref, load_state, out_ref, new_ref
-) -> None:
-    """Apply the delta rule to the heads that share a key head. Their states are ``[D, U]``."""
-    q, k = q_ref[key], k_ref[key]
-    qk, q_D, k_D = jnp.sum(q * k, axis=1, keepdims=True), _to_column(q), _to_column(k)
+def _advance_heads(
+    key, heads, q_ref, k_ref, v_ref, log_decay_ref, *beta_refs, load_state, out_ref, new_ref,
+    key_axis,
+) -> None:  # fmt: skip
+    """Advance the heads that share a key head. Their states are ``[D, U]`` if `key_axis` is 0."""
+    as_key, as_value = (_to_column, _unchanged) if key_axis == 0 else (_unchanged, _to_column)
+
+    def read(products: jax.Array) -> jax.Array:
+        total = jnp.sum(products, axis=key_axis, keepdims=True)
+        return total if key_axis == 0 else _to_row(total)
+
+    qk = jnp.sum(q_ref[key] * k_ref[key], axis=1, keepdims=True)
+    q, k = as_key(q_ref[key]), as_key(k_ref[key])
     for head in heads:
         row = pl.ds(head, 1)
         decay = jnp.exp(log_decay_ref[row])
-        decay_DU = (decay if decay.shape[1] == 1 else _to_column(decay)) * load_state(head)
-        predicted_U = jnp.sum(k_D * decay_DU, axis=0, keepdims=True)
-        kept_U = jnp.sum(q_D * decay_DU, axis=0, keepdims=True)
-        change_U = beta_ref[row] * (v_ref[row] - predicted_U)
-        out_ref[row] = kept_U + qk * change_U
-        new_ref[head] = decay_DU + k_D * change_U
+        decayed = (decay if decay.shape[1] == 1 else as_key(decay)) * load_state(head)
+        change = v_ref[row]
+        if beta_refs:
+            change = beta_refs[0][row] * (change - read(k * decayed))
+        out_ref[row] = read(q * decayed) + qk * change
+        new_ref[head] = decayed + k * as_value(change)
 
 
-def _advance_state_space(
-    key, heads, b_ref, c_ref, x_ref, log_decay_ref, load_state, out_ref, new_ref
-) -> None:
-    """Apply the Mamba-2 recurrence to heads that share a key head. Their states are ``[U, D]``."""
-    b_D, c_D = b_ref[key], c_ref[key]
-    for head in heads:
-        row = pl.ds(head, 1)
-        new_UD = jnp.exp(log_decay_ref[row]) * load_state(head) + _to_column(x_ref[row]) * b_D
-        out_ref[row] = _to_row(jnp.sum(new_UD * c_D, axis=1, keepdims=True))
-        new_ref[head] = new_UD
+def _unchanged(row: jax.Array) -> jax.Array:
+    return row
 
 
 def _diagonal(size: int) -> jax.Array:

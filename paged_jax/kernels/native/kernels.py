@@ -37,7 +37,7 @@ INT8_INPUT_CODES = ("int8", *_PACKED)
 
 FloatOp = Literal[
     "decode", "prefill", "linear", "set_rows", "zeros",
-    "delta_step", "state_space_step", "convolution_step",
+    "recurrent_step", "convolution_step",
 ]  # fmt: skip
 QuantisedOp = Literal["quantised_linear"]
 
@@ -46,8 +46,7 @@ FLOATS = tuple(dtype for dtype in ELEMENTS if dtype.itemsize > 1)
 # Dtypes of the states that the kernels of recurrent layers advance. The kernels of other float ops
 # exist for all of `ELEMENTS`.
 STATE_DTYPES: dict[str, tuple[Any, ...]] = {
-    "delta_step": (jnp.dtype(jnp.float32),),
-    "state_space_step": (jnp.dtype(jnp.float32),),
+    "recurrent_step": (jnp.dtype(jnp.float32),),
     "convolution_step": FLOATS,
 }
 KernelOp = FloatOp | QuantisedOp
@@ -282,35 +281,33 @@ def _test_zeros(target: str, kernel: NativeKernel) -> Results:
     return np.asarray(jax.jit(call)(ones)).astype(np.float32), np.zeros(ones.shape)
 
 
-def _test_delta_step(target: str, kernel: NativeKernel) -> Results:
-    D, U = 24, 43
-    q, k, v, log_decay, beta = _random((3, 2, D), (3, 2, D), (3, 2, 2, U), (3, 2, 2, D), (3, 2, 2))
-
-    def advance(state: np.ndarray, b: int) -> tuple[np.ndarray, np.ndarray]:
-        heads = [np.repeat(x[b], 2, axis=0) for x in (q, k)]
-        of_values = [x[b].reshape(4, -1) for x in (v, np.exp(-np.abs(log_decay)), beta)]
-        (q_HD, k_HD), (v_HU, decay_HD, beta_H1) = heads, of_values
-        state = decay_HD[..., None] * state
-        change = beta_H1 * (v_HU - np.einsum("hd,hdu->hu", k_HD, state))
-        state = state + k_HD[..., None] * change[:, None]
-        return np.einsum("hd,hdu->hu", q_HD, state), state
-
-    arrays = q, k, v, -np.abs(log_decay), beta
-    return _test_step(target, kernel, (4, D, U), arrays, (3, 2, 2, U), advance)
+def _test_recurrent_step(target: str, kernel: NativeKernel) -> Results:
+    """Test the delta rule with a decay per element of a key, and Mamba-2."""
+    tests = _test_rule(target, kernel, 24, 43, True), _test_rule(target, kernel, 43, 5, False)
+    got, want = (np.concatenate(each) for each in zip(*tests, strict=True))
+    return got, want
 
 
-def _test_state_space_step(target: str, kernel: NativeKernel) -> Results:
-    U, D = 5, 43
-    x, b, c, log_decay = _random((3, 2, 2, U), (3, 2, D), (3, 2, D), (3, 2, 2))
+def _test_rule(target: str, kernel: NativeKernel, D: int, U: int, is_delta_rule: bool) -> Results:
+    q, k, v, log_decay, beta = _random(
+        (3, 2, D), (3, 2, D), (3, 2, 2, U), (3, 2, 2, D if is_delta_rule else 1), (3, 2, 2)
+    )
+    log_decay = -np.abs(log_decay)
 
     def advance(state: np.ndarray, row: int) -> tuple[np.ndarray, np.ndarray]:
-        b_HD, c_HD = (np.repeat(each[row], 2, axis=0) for each in (b, c))
-        decay = np.exp(-np.abs(log_decay[row])).reshape(4, 1, 1)
-        state = decay * state + x[row].reshape(4, U, 1) * b_HD[:, None]
-        return np.einsum("hud,hd->hu", state, c_HD), state
+        q_HD, k_HD = (np.repeat(x[row], 2, axis=0) for x in (q, k))
+        change = v[row].reshape(4, U)
+        old = np.exp(log_decay[row]).reshape(4, -1, 1)
+        old = old * (state if is_delta_rule else state.swapaxes(1, 2))
+        if is_delta_rule:
+            change = beta[row].reshape(4, 1) * (change - np.einsum("hd,hdu->hu", k_HD, old))
+        new = old + k_HD[..., None] * change[:, None]
+        out = np.einsum("hd,hdu->hu", q_HD, new)
+        return out, new if is_delta_rule else new.swapaxes(1, 2)
 
-    arrays = x, b, c, -np.abs(log_decay)
-    return _test_step(target, kernel, (4, U, D), arrays, (3, 2, 2, U), advance)
+    arrays = (q, k, v, log_decay, beta) if is_delta_rule else (q, k, v, log_decay)
+    shape = (4, D, U) if is_delta_rule else (4, U, D)
+    return _test_step(target, kernel, shape, arrays, v.shape, advance)
 
 
 def _test_convolution_step(target: str, kernel: NativeKernel) -> Results:
@@ -367,7 +364,6 @@ SELF_TESTS: dict[str, Callable[[str, NativeKernel], Results]] = {
     "quantised_linear": _test_quantised_linear,
     "set_rows": _test_set_rows,
     "zeros": _test_zeros,
-    "delta_step": _test_delta_step,
-    "state_space_step": _test_state_space_step,
+    "recurrent_step": _test_recurrent_step,
     "convolution_step": _test_convolution_step,
 }

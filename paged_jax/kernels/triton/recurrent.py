@@ -11,8 +11,8 @@ A program instance loads a tile of the state of a head into registers, and advan
          |         |         |                   |                   |  instance 1
          +---------+---------+- -                +-------------------+
 
-Columns of the delta rule, and rows of Mamba-2, do not depend on each other. For a convolution, a
-tile is a range of channels.
+The elements of a value do not depend on each other. For a convolution, a tile is a range of
+channels.
 
 If several rows read the same entry, the program instance of the first of them advances all of them,
 from the same registers. The other program instances end immediately. A shared state is therefore
@@ -31,10 +31,9 @@ from jax.experimental import pallas as pl
 
 from paged_jax.kernels.backend import (
     ConvolutionStep,
-    DeltaStep,
     Interpret,
+    RecurrentStep,
     StateStep,
-    state_shape,
 )
 from paged_jax.kernels.triton import pallas, tiles
 from paged_jax.kernels.triton.pallas import plgpu
@@ -60,14 +59,12 @@ def refusal(step: StateStep, interpret: Interpret = False) -> str | None:
     dtype = step.rows.pool.dtype
     if dtype.name not in (tiles.FLOATING if isinstance(step, ConvolutionStep) else ("float32",)):
         return f"states must be float32, or any float dtype for convolutions, got {dtype}"
-    if step.rows.pool.shape[2:] != state_shape(step):
+    if step.rows.pool.shape[2:] != step.state_shape:
         return "states must not be padded"
     if step.rows.num_rows > _MAX_ROWS:
         return f"a batch must have at most {_MAX_ROWS} rows, got {step.rows.num_rows}"
-    if not isinstance(step, ConvolutionStep):
-        D = (step.k if isinstance(step, DeltaStep) else step.b).shape[-1]
-        if D > _MAX_KEY_DIM:
-            return f"keys must have at most {_MAX_KEY_DIM} elements, got {D}"
+    if isinstance(step, RecurrentStep) and step.k.shape[-1] > _MAX_KEY_DIM:
+        return f"keys must have at most {_MAX_KEY_DIM} elements, got {step.k.shape[-1]}"
     return None
 
 
@@ -85,15 +82,14 @@ def advance_rows(step: StateStep, interpret: Interpret = False) -> tuple[jax.Arr
         name, out_shape, view_shape = "recurrent_convolution", (B, F), (L * P, *shape)
         grid = B, pl.cdiv(F, channels)
     else:
-        if isinstance(step, DeltaStep):
-            kernel, name, keys, values = _delta_kernel, "recurrent_delta", step.k, step.v
-        else:
-            kernel, name = _state_space_kernel, "recurrent_state_space"
-            keys, values = step.b, step.x
-        arrays, out_shape, U = step[1:], values.shape, values.shape[-1]
-        lanes = pl.next_power_of_2(keys.shape[-1])
+        arrays = tuple(x for x in step[1:] if x is not None)
+        out_shape, U = step.v.shape, step.v.shape[-1]
+        lanes = pl.next_power_of_2(step.k.shape[-1])
         tile = max(min(_TILE // lanes, pl.next_power_of_2(U)), 1)
-        kernel = functools.partial(kernel, lanes=lanes, tile=tile)
+        kernel = functools.partial(
+            _recurrent_kernel, key_axis=step.key_axis, lanes=lanes, tile=tile
+        )
+        name = "recurrent_delta" if step.beta is not None else "recurrent_state_space"
         view_shape, grid = (L * P * shape[0], *shape[1:]), (B * shape[0], pl.cdiv(U, tile))
     layer = jnp.asarray(rows.layer, jnp.int32).reshape(1)
     out, [new] = call_in_place(
@@ -149,67 +145,52 @@ def _load(ref: Any, mask: jax.Array) -> jax.Array:
     return plgpu.load(ref, mask=mask, other=0.0)
 
 
-def _delta_kernel(
-    layer_ref, sources_ref, entries_ref, q_ref, k_ref, v_ref, log_decay_ref, beta_ref, _, out_ref,
-    pool_ref, *, num_entries, lanes, tile,
+def _recurrent_kernel(
+    layer_ref, sources_ref, entries_ref, q_ref, k_ref, v_ref, log_decay_ref, *refs,
+    num_entries, key_axis, lanes, tile,
 ):  # fmt: skip
+    *beta_refs, _, out_ref, pool_ref = refs
     (_, K, G, U), D = v_ref.shape, k_ref.shape[-1]
     first, head, group = _split_heads(pl.program_id(0), K, G)
     d, u = jnp.arange(lanes, dtype=jnp.int32), jnp.arange(tile, dtype=jnp.int32)
     u += pl.program_id(1) * tile
-    mask_DU = (d < D)[:, None] & (u < U)[None]
+    # Turn vectors of D or U elements into rows or columns of the state.
+    as_key = functools.partial(jnp.expand_dims, axis=1 - key_axis)
+    as_value = functools.partial(jnp.expand_dims, axis=key_axis)
+    mask = as_key(d < D) & as_value(u < U)
 
     def place(entry: jax.Array) -> tuple[Any, ...]:
-        return (entry * K + head) * G + group, d[:, None], u[None]
+        in_head = (u[:, None], d[None]) if key_axis else (d[:, None], u[None])
+        return (entry * K + head) * G + group, *in_head
 
     entry, is_entry = _locate(layer_ref, sources_ref, first, num_entries)
-    state_DU = _load(pool_ref.at[place(entry)], mask_DU & is_entry)
+    state = _load(pool_ref.at[place(entry)], mask & is_entry)
 
     def advance(row: jax.Array) -> None:
         q_D, k_D = (_load(ref.at[row, head, d], d < D) for ref in (q_ref, k_ref))
         if log_decay_ref.shape[-1] == 1:
             decay = jnp.exp(log_decay_ref[row, head, group, 0])
         else:
-            decay = jnp.exp(_load(log_decay_ref.at[row, head, group, d], d < D))[:, None]
-        decay_DU = decay * state_DU
-        predicted_U = jnp.sum(k_D[:, None] * decay_DU, axis=0)
-        kept_U = jnp.sum(q_D[:, None] * decay_DU, axis=0)
-        value_U = _load(v_ref.at[row, head, group, u], u < U)
-        change_U = beta_ref[row, head, group] * (value_U - predicted_U)
-        out_U = kept_U + jnp.sum(q_D * k_D) * change_U
+            decay = as_key(jnp.exp(_load(log_decay_ref.at[row, head, group, d], d < D)))
+        decayed = decay * state
+
+        def add(change_U: jax.Array) -> jax.Array:
+            return decayed + as_key(k_D) * as_value(change_U)
+
+        def read(x_D: jax.Array, state: jax.Array) -> jax.Array:
+            return jnp.sum(as_key(x_D) * state, axis=key_axis)
+
+        if beta_refs:
+            predicted_U, kept_U = read(k_D, decayed), read(q_D, decayed)
+            value_U = _load(v_ref.at[row, head, group, u], u < U)
+            change_U = beta_refs[0][row, head, group] * (value_U - predicted_U)
+            out_U = kept_U + jnp.sum(q_D * k_D) * change_U
+        else:
+            change_U = _load(v_ref.at[row, head, group, u], u < U)
+            out_U = read(q_D, add(change_U))
         plgpu.store(out_ref.at[row, head, group, u], out_U, mask=u < U)
         entry, is_kept = _locate(layer_ref, entries_ref, row, num_entries)
-        new_DU = decay_DU + k_D[:, None] * change_U[None]
-        plgpu.store(pool_ref.at[place(entry)], new_DU, mask=mask_DU & is_kept)
-
-    _for_sharers(sources_ref, first, num_entries, advance)
-
-
-def _state_space_kernel(
-    layer_ref, sources_ref, entries_ref, x_ref, b_ref, c_ref, log_decay_ref, _, out_ref, pool_ref,
-    *, num_entries, lanes, tile,
-):  # fmt: skip
-    (_, K, G, U), D = x_ref.shape, b_ref.shape[-1]
-    first, head, group = _split_heads(pl.program_id(0), K, G)
-    d, u = jnp.arange(lanes, dtype=jnp.int32), jnp.arange(tile, dtype=jnp.int32)
-    u += pl.program_id(1) * tile
-    mask_UD = (u < U)[:, None] & (d < D)[None]
-
-    def place(entry: jax.Array) -> tuple[Any, ...]:
-        return (entry * K + head) * G + group, u[:, None], d[None]
-
-    entry, is_entry = _locate(layer_ref, sources_ref, first, num_entries)
-    state_UD = _load(pool_ref.at[place(entry)], mask_UD & is_entry)
-
-    def advance(row: jax.Array) -> None:
-        b_D, c_D = (_load(ref.at[row, head, d], d < D) for ref in (b_ref, c_ref))
-        x_U = _load(x_ref.at[row, head, group, u], u < U)
-        decay = jnp.exp(log_decay_ref[row, head, group])
-        new_UD = decay * state_UD + x_U[:, None] * b_D[None]
-        out_U = jnp.sum(new_UD * c_D[None], axis=1)
-        plgpu.store(out_ref.at[row, head, group, u], out_U, mask=u < U)
-        entry, is_kept = _locate(layer_ref, entries_ref, row, num_entries)
-        plgpu.store(pool_ref.at[place(entry)], new_UD, mask=mask_UD & is_kept)
+        plgpu.store(pool_ref.at[place(entry)], add(change_U), mask=mask & is_kept)
 
     _for_sharers(sources_ref, first, num_entries, advance)
 

@@ -22,12 +22,10 @@ from jax import lax
 from paged_jax.kernels.backend import (
     Backend,
     ConvolutionStep,
-    DeltaStep,
     Kernel,
-    StateSpaceStep,
+    RecurrentStep,
     StateStep,
     spread,
-    state_shape,
 )
 from paged_jax.kernels.rounding import add_halves, round_product, round_to
 from paged_jax.kernels.rows import set_states, take_states
@@ -123,18 +121,16 @@ def _sum_rows_jvp(
 
 def _advance_rows(step: StateStep) -> tuple[jax.Array, jax.Array]:
     """Run a step of one token per row, see `paged_jax.kernels.xla.recurrent.advance_rows`."""
-    states = take_states(step.rows, state_shape(step))
+    states = take_states(step.rows, step.state_shape)
     if isinstance(step, ConvolutionStep):
         out, new = _convolve(step, states)
-    elif isinstance(step, DeltaStep):
-        out, new = _apply_delta_rule(step, states.reshape(*step.v.shape[:3], *states.shape[2:]))
     else:
-        out, new = _advance_state_space(step, states.reshape(*step.x.shape[:3], *states.shape[2:]))
+        out, new = _apply_recurrence(step, states.reshape(*step.v.shape[:3], *states.shape[2:]))
     return out, set_states(step.rows, new.reshape(states.shape))
 
 
 def _convolve(step: ConvolutionStep, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Do the same as `paged_jax.kernels.recurrent.causal_convolution`."""
+    """Do the same as `paged_jax.kernels.xla.recurrent.convolve`."""
     B, F = step.x.shape
     x = round_to(step.x, state.dtype)
     inputs = jnp.concatenate([round_to(state, state.dtype).reshape(B, -1, F), x[:, None]], axis=1)
@@ -147,23 +143,19 @@ def _convolve(step: ConvolutionStep, state: jax.Array) -> tuple[jax.Array, jax.A
     return out, last.reshape(state.shape).astype(state.dtype)
 
 
-def _apply_delta_rule(step: DeltaStep, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Do the same as `paged_jax.kernels.recurrent.delta_rule` for states ``[B, K, G, D, U]``."""
-    decay = jnp.exp(step.log_decay)
-    q, k = step.q[:, :, None], step.k[:, :, None]
+def _apply_recurrence(step: RecurrentStep, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Do the same as `paged_jax.kernels.xla.recurrent.apply_recurrence` for one token."""
+    q, k, decay = step.q[:, :, None], step.k[:, :, None], jnp.exp(step.log_decay)
+    if step.beta is None:
+        new_UD = round_product(decay[..., None, :] * state)
+        new_UD = new_UD + round_product(step.v[..., None] * k[..., None, :])
+        return _dot(new_UD, q[..., None, :], -1)[..., 0], new_UD
     predicted = _dot((decay * k)[..., None], state, -2)[..., 0, :]
     kept = _dot((decay * q)[..., None], state, -2)[..., 0, :]
     change = step.beta[..., None] * (step.v - predicted)
     out = kept + round_product(_dot(q, k, -1) * change)
-    new = round_product(decay[..., None] * state)
-    return out, new + round_product(k[..., None] * change[..., None, :])
-
-
-def _advance_state_space(step: StateSpaceStep, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Do the same as `paged_jax.kernels.recurrent.state_space` for states ``[B, K, G, U, D]``."""
-    new = round_product(jnp.exp(step.log_decay)[..., None, None] * state)
-    new = new + round_product(step.x[..., None] * step.b[:, :, None, None])
-    return _dot(new, step.c[:, :, None, None], -1)[..., 0], new
+    new_DU = round_product(decay[..., None] * state)
+    return out, new_DU + round_product(k[..., None] * change[..., None, :])
 
 
 def _dot(x: jax.Array, y: jax.Array, axis: int) -> jax.Array:

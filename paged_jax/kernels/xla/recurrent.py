@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from paged_jax.kernels.backend import ConvolutionStep, DeltaStep, StateStep, state_shape
+from paged_jax.kernels.backend import ConvolutionStep, StateStep
 from paged_jax.kernels.rows import set_states, take_states
 
 # `_TILE` is the number of tokens in a tile. The delta rule inverts a triangular matrix with one row
@@ -42,15 +42,13 @@ def advance_rows(step: StateStep) -> tuple[jax.Array, jax.Array]:
     Returns:
       The output of each row, float32, and the new pool.
     """
-    states = take_states(step.rows, state_shape(step))
+    states = take_states(step.rows, step.state_shape)
     if isinstance(step, ConvolutionStep):
         x, num_tokens = step.x[:, None], step.num_tokens
         out, new = convolve(x, states, step.weight, step.bias, num_tokens)
-    elif isinstance(step, DeltaStep):
-        out, new = apply_recurrence(*(x[:, None] for x in step[1:]), state=states)
     else:
-        x, b, c, log_decay = (x[:, None] for x in step[1:])
-        out, new = apply_recurrence(c, b, x, log_decay[..., None], None, states)
+        arrays: Any = jax.tree.map(lambda x: x[:, None], step[1:])
+        out, new = apply_recurrence(*arrays, state=states)
     return out[:, 0], set_states(step.rows, new)
 
 

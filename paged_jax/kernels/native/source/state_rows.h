@@ -13,7 +13,6 @@
 namespace {
 
 constexpr int NUM_SHARED = 4;  // number of operands that all kernels have
-constexpr int MAX_D = 1024;    // maximum number of elements of a key: the size of arrays on the stack
 constexpr int64_t PART_BYTES = 64 * 1024;  // bytes of the states that a thread takes at a time
 
 struct StateRows {
