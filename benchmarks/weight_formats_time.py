@@ -2,7 +2,7 @@
 
     python -m benchmarks.weight_formats_time --json weight-formats.json
     python -m benchmarks.weight_formats_time --formats q4_0 mxfp4 --rows 1 2048
-    python -m benchmarks.weight_formats_time --backend cpu_int8 --rows 16 512   # int8 activations
+    python -m benchmarks.weight_formats_time --int8-inputs --rows 16 512   # int8 activations
 
 A program multiplies by many different weights in turn, so that no cache contains a weight. Each
 result is the input of the next multiplication. Before the measurement, a result is compared with
@@ -13,7 +13,6 @@ a tile of the weight to floats before it multiplies.
 """
 
 import argparse
-import functools
 import sys
 import time
 from collections.abc import Mapping
@@ -86,33 +85,34 @@ def random_weight(format: WeightFormat, size: int, rng: np.random.Generator) -> 
     )
 
 
-def as_weight(arrays: WeightArrays, format: WeightFormat, backend: str | None = None) -> Weight:
-    """Return a square weight on the first device, stored as engines store it for a backend."""
+def as_weight(arrays: WeightArrays, format: WeightFormat, int8_inputs: bool = False) -> Weight:
+    """Return a square weight on the first device, stored as engines store it."""
     size = arrays.values.shape[0]
-    store = weight_store(jax.default_backend(), backend)
+    store = weight_store(jax.default_backend())
     [layout] = store.layouts([(format, (size, size))], jnp.bfloat16)
     stored = arrays if layout is None else arrays.map_rows(layout.prepare)
     on_device = jax.tree.map(jnp.asarray, stored)
-    return Weight.of_format(on_device, replace(format, layout=layout), jnp.bfloat16)
+    stored_format = replace(format, layout=layout)
+    return Weight.of_format(on_device, stored_format, jnp.bfloat16, int8_inputs=int8_inputs)
 
 
 def relative_error(
-    arrays: WeightArrays, format: WeightFormat, num_rows: int, backend: str | None = None
+    arrays: WeightArrays, format: WeightFormat, num_rows: int, int8_inputs: bool = False
 ) -> float:
     """Return the largest error of a result, relative to the sum of the magnitudes of its terms."""
     rng = np.random.default_rng(1)
     size = arrays.values.shape[0]
     x = rng.standard_normal((num_rows, size), np.float32)
-    multiply = jax.jit(functools.partial(linear, backend=backend))
-    got = np.asarray(multiply(jnp.asarray(x), as_weight(arrays, format, backend)), np.float64)
+    multiply = jax.jit(linear)
+    got = np.asarray(multiply(jnp.asarray(x), as_weight(arrays, format, int8_inputs)), np.float64)
     w = dequantise(arrays, format.code).astype(np.float64)
     groups = dequantise(arrays._replace(mins=None), format.code).astype(np.float64)
     terms = np.abs(x) @ (np.abs(groups) + np.abs(w - groups)).T
     return float((np.abs(got - x @ w.T) / terms).max())
 
 
-def make_program(weights: list[Weight], num_rows: int, backend: str | None = None) -> Program:
-    """Return a program that multiplies by each of the weights with a backend of `linear`."""
+def make_program(weights: list[Weight], num_rows: int) -> Program:
+    """Return a program that multiplies by each of the weights."""
     size = weights[0].shape[-1]
     # A call of a program takes as long as many matmuls on a GPU.
     num_loops = 16 if jax.default_backend() == "gpu" else 1
@@ -121,7 +121,7 @@ def make_program(weights: list[Weight], num_rows: int, backend: str | None = Non
     def chain(x: jax.Array, weights: list[Weight]) -> jax.Array:
         def body(_: int, x: jax.Array) -> jax.Array:
             for w in weights:
-                x = linear(x, w, backend=backend)
+                x = linear(x, w)
             return x
 
         return jax.lax.fori_loop(0, num_loops, body, x)
@@ -139,7 +139,7 @@ def measure(
     num_weights: int,
     rounds: int,
     budget: float,
-    backend: str | None = None,
+    int8_inputs: bool = False,
 ) -> dict[str, Any]:
     """Return the figures of all formats and numbers of rows, until the budget is used up.
 
@@ -150,7 +150,7 @@ def measure(
       num_weights: number of different weights.
       rounds: number of measurements.
       budget: seconds after which no other format is measured.
-      backend: backend that multiplies by quantised weights.
+      int8_inputs: whether inputs are rounded to int8.
     """
     start, rng = time.monotonic(), np.random.default_rng(0)
     figures = []
@@ -163,12 +163,12 @@ def measure(
             continue
         format = weight_store(jax.default_backend()).stored_format(FORMATS[name], num_devices=1)
         arrays = random_weight(format, size, rng)
-        weights = [as_weight(arrays, format, backend) for _ in range(num_weights)]
+        weights = [as_weight(arrays, format, int8_inputs) for _ in range(num_weights)]
         stored = format.num_bytes((size, size))
         for num_rows in rows:
-            error = relative_error(arrays, format, num_rows, backend)
+            error = relative_error(arrays, format, num_rows, int8_inputs)
             programs = {
-                "format": make_program(weights, num_rows, backend),
+                "format": make_program(weights, num_rows),
                 "bfloat16": make_program(floats, num_rows),
             }
             if format.is_quantised and jax.default_backend() == "gpu":
@@ -208,13 +208,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--weights", type=int, default=16, help="number of different weights")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--budget", type=float, default=1e9, help="seconds of measurements")
-    parser.add_argument("--backend", help="backend of linear; default: the best one")
+    parser.add_argument("--int8-inputs", action="store_true", help="round inputs to int8")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args(argv)
     ratios = f"{'of rate':>10}{'of bf16':>11}{'of XLA':>11}"
     print(f"{'format':<22}{'rows':>6}{'time':>15}{ratios}{'error':>10}")
     sizes = args.rows, args.size, args.weights
-    report = measure(args.formats, *sizes, args.rounds, args.budget, args.backend)
+    report = measure(args.formats, *sizes, args.rounds, args.budget, args.int8_inputs)
     if args.json:
         write_json(args.json, {**environment(), **report})
     wrong = [figure for figure in report["figures"] if not figure["error"] <= MAX_ERROR]

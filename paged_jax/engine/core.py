@@ -31,7 +31,7 @@ from paged_jax.engine.drafts import Drafter
 from paged_jax.engine.footprint import Footprint, footprint
 from paged_jax.engine.loaded_model import LoadedModel
 from paged_jax.engine.mask_clock import MaskClock
-from paged_jax.engine.numerics import layer_backend, uses_cascade
+from paged_jax.engine.numerics import uses_cascade
 from paged_jax.engine.pool_size import PoolSize, choose_pool_size, resolve_kv_dtype
 from paged_jax.engine.postprocess import Postprocessor
 from paged_jax.engine.request_factory import RequestFactory
@@ -153,7 +153,7 @@ class EngineCore:
             pool.num_blocks,
             cache_dtype=cache_dtype,
             cascade=uses_cascade(options, loaded.config, device.platform),
-            backend=layer_backend(options, model, device.platform),
+            backend=options.backend,
             on_compile=options.on_compile,
             first_programs=first_programs,
         )

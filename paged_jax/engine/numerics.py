@@ -1,6 +1,6 @@
 """How an engine's model computes: exact or fast numerics, int8 activations, cascade attention.
 
-All three change the last bits of logits. `layer_backend` decides whether int8 activations run.
+`apply_numerics` decides whether int8 activations run.
 `PagedModel.with_numerics` decides which backends compute exact numerics, and `kernels.op`
 which backend is the best for a device.
 """
@@ -11,41 +11,32 @@ from flax import nnx
 from paged_jax.arguments import ArgumentError
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.pool_size import resolve_kv_dtype
-from paged_jax.kernels.op import BACKENDS
+from paged_jax.kernels.platforms import int8_inputs_refusal
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner.devices import gains_from_cascade
 
 
-def layer_backend(options: EngineConfig, model: PagedModel, platform: str) -> str | None:
-    """Return the name of the kernel backend that the layers of the model use.
-
-    It is ``options.backend``, or ``"cpu_int8"`` if ``options.int8_activations`` is True.
+def apply_numerics(options: EngineConfig, model: PagedModel) -> PagedModel:
+    """Return the model with the engine's numerics, int8 activations and the dtype of its cache.
 
     Raises:
-      ValueError: int8 activations are not possible with the backend, the device or the model.
+      ValueError: the model, the backend or the device does not support them.
     """
-    if not options.int8_activations:
-        return options.backend
-    if options.backend not in (None, "cpu"):
-        reason = f"with the backend {options.backend!r}"
-    elif platform != "cpu":
-        reason = f"on a device of {platform}"
-    elif (
-        reason := BACKENDS["cpu_int8"].unavailable_for(model.matrix_formats.codes, "", "")
-    ) is None:
-        return "cpu_int8"
-    raise ArgumentError("Engine", f"must be False {reason}, got True.", "int8_activations")
-
-
-def apply_numerics(options: EngineConfig, model: PagedModel) -> PagedModel:
-    """Return the model with the engine's numerics and the dtype of its cache."""
     [platform] = {device.platform for device in jax.tree.leaves(nnx.state(model))[0].devices()}
     dtype = resolve_kv_dtype(options.kv_dtype, model.float_dtype, platform)
     try:
-        return model.with_numerics(options.numerics, dtype, options.backend)
+        model = model.with_numerics(options.numerics, dtype, options.backend)
     except ArgumentError as error:
         raise ArgumentError("Engine", error.problem, error.field) from None
+    if not options.int8_activations:
+        return model
+    reason = int8_inputs_refusal(platform, model.matrix_formats.codes)
+    if options.backend not in (None, "cpu"):
+        reason = f"with the backend {options.backend!r}"
+    if reason is not None:
+        raise ArgumentError("Engine", f"must be False {reason}, got True.", "int8_activations")
+    return model.with_int8_activations()
 
 
 def uses_cascade(options: EngineConfig, model_config: ModelConfig, platform: str) -> bool:

@@ -52,7 +52,6 @@ _BACKENDS = {
 # Backends that the engine's option `backend` does not list, because another option selects them.
 # `BACKENDS[name]` finds them, but iterating over `BACKENDS` does not yield them.
 _UNLISTED = {
-    "cpu_int8": ("paged_jax.kernels.cpu.backend", "CPU_INT8"),
     "cpu_exact": ("paged_jax.kernels.cpu.backend", "CPU_EXACT"),
     "xla_exact": ("paged_jax.kernels.xla.exact", "XLA_EXACT"),
 }

@@ -7,13 +7,16 @@ the C++ kernels (`native`) differ from CPUs without them, and from other platfor
 CPUs converts whole arrays of small floats to float32.
 """
 
+from collections.abc import Collection
+
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.bits import bits_of
 from paged_jax.kernels.native import library, weights
-from paged_jax.kernels.native.kernels import ELEMENTS, NativeKernel, matmul_kernel
+from paged_jax.kernels.native.kernels import ELEMENTS, NativeKernel, kernel_code, matmul_kernel
+from paged_jax.kernels.weight_formats import INT8_CODES
 from paged_jax.kernels.weight_store import PlainWeights, WeightStore
 
 
@@ -52,6 +55,29 @@ def copies_weights(platform: str, dtype: DTypeLike, *, has_experts: bool) -> boo
     if platform != "cpu" or dtype not in copied:
         return False
     return library.load(matmul_kernel(dtype.name, jnp.bfloat16)).target is None
+
+
+def int8_inputs_refusal(platform: str, codes: Collection[str]) -> str | None:
+    """Compile the kernels that round inputs to int8; return why they cannot be used.
+
+    Args:
+      platform: name of the platform.
+      codes: codes of the model's matrices, see `WeightFormat`.
+
+    Returns:
+      A phrase, such as "on a processor without AVX512-VNNI". It is None if at least one of the
+      codes has such a kernel, and all of these kernels can be used.
+    """
+    if platform != "cpu":
+        return f"on a device of {platform}"
+    if "avx512_vnni" not in library.processor():
+        return "on a processor without AVX512-VNNI"
+    if not (rounded := [each for each in codes if each in INT8_CODES]):
+        return f"for a model without matrices in {', '.join(INT8_CODES)}"
+    names, dtype = {kernel_code(each) for each in rounded}, jnp.dtype(jnp.int8)
+    kernels = (NativeKernel("quantised_linear", dtype, name) for name in sorted(names))
+    reasons = (library.load(kernel).why_not for kernel in kernels)
+    return next((f"without C++ kernels ({each})" for each in reasons if each is not None), None)
 
 
 def reads_stacked_weights(platform: str) -> bool:

@@ -76,6 +76,10 @@ CODES: Mapping[str, np.ndarray] = {
     "int5": np.arange(-16, 16, dtype=np.float32),
     "uint5": np.arange(32, dtype=np.float32),
 }
+
+# Codes whose numbers, or twice these numbers, are small integers. A matmul can multiply these
+# integers by inputs that are rounded to int8.
+INT8_CODES = ("int8", "int4", "uint4", "e2m1", "int5", "uint5")
 # Codes of 8-bit values. Weights with these codes have scales.
 BYTE_CODES = ("int8", "float8_e4m3fn")
 FLOAT_CODES = ("float32", "bfloat16", "float16")
@@ -276,6 +280,8 @@ class Weight:
       code: code of the values, see `WeightFormat` (static). None if it is the dtype of `values`.
       dtype: float dtype of the model (static). Matmuls by a quantised weight round `x` to it.
       layout: order of the elements of all arrays except `order`, see `Layout` (static).
+      int8_inputs: whether matmuls round their inputs to int8, see `xla.linear.round_to_int8`
+        (static). It makes no difference if the code is not in `INT8_CODES`.
     """
 
     values: jax.Array
@@ -286,6 +292,7 @@ class Weight:
     code: str | None = field(default=None, metadata={"static": True})
     dtype: Any = field(default=jnp.dtype(jnp.float32), metadata={"static": True})
     layout: Layout | None = field(default=None, metadata={"static": True})
+    int8_inputs: bool = field(default=False, metadata={"static": True})
 
     @classmethod
     def of_format(
@@ -294,10 +301,18 @@ class Weight:
         format: WeightFormat,
         dtype: DTypeLike = jnp.float32,
         stack: Stack | None = None,
+        *,
+        int8_inputs: bool = False,
     ) -> "Weight":
         """Create the weight that `arrays` store in a format, for a model of a float dtype."""
-        code = format.code if format.is_packed else None
-        return cls(*arrays, stack=stack, code=code, dtype=jnp.dtype(dtype), layout=format.layout)
+        code, dtype = format.code if format.is_packed else None, jnp.dtype(dtype)
+        options: Any = {"code": code, "dtype": dtype, "layout": format.layout}
+        return cls(*arrays, stack=stack, int8_inputs=int8_inputs, **options)
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether matmuls round their inputs to int8: `int8_inputs`, if the code allows it."""
+        return self.int8_inputs and self.format.code in INT8_CODES
 
     @property
     def arrays(self) -> WeightArrays:
@@ -327,7 +342,7 @@ class Weight:
         if self.layout is None:
             return self
         arrays = self.arrays.map_rows(self.layout.unprepare)
-        return Weight(*arrays, code=self.code, dtype=self.dtype)
+        return Weight(*arrays, code=self.code, dtype=self.dtype, int8_inputs=self.int8_inputs)
 
     @property
     def floats(self) -> Any:

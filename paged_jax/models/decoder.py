@@ -338,7 +338,8 @@ class Decoder(PagedModel):
         return getattr(self, name)[...]
 
     def _table(self, name: str) -> Weight:
-        return get_matrix(self, name, self.formats[name], self.float_dtype)
+        format, int8_inputs = self.formats[name], self.int8_activations
+        return get_matrix(self, name, format, self.float_dtype, int8_inputs=int8_inputs)
 
     def _scale_embeddings(self, embeddings: jax.Array, backend: str | None = None) -> jax.Array:
         return self._scale(embeddings, self.config.embedding_multiplier, backend)
@@ -404,6 +405,7 @@ class Decoder(PagedModel):
         is_token = positions >= 0 if self.config.num_experts else None
         options: Any = {
             "attend": attend, "positions": positions, "is_token": is_token, "backend": backend,
+            "int8_inputs": self.int8_activations,
         }  # fmt: skip
         if isinstance(self.layers, nnx.List):
             for index, layer in enumerate(self.layers):

@@ -72,6 +72,7 @@ class Layer(nnx.Module):
         carry: Carry,
         stack: "Layer | None" = None,
         backend: str | None = None,
+        int8_inputs: bool = False,
         **inputs: Any,
     ) -> tuple[jax.Array, Carry]:
         """Run the steps of the layer.
@@ -86,6 +87,7 @@ class Layer(nnx.Module):
             None otherwise. Some kernels read a layer's weights from the stack, because a slice of
             the stack would be a copy.
           backend: backend of the matrix multiplications, see `linear`.
+          int8_inputs: whether they round their inputs to int8, see `Weight`.
           inputs: the other attributes of `LayerCall`: positions, rotations and the like.
 
         Returns:
@@ -95,7 +97,7 @@ class Layer(nnx.Module):
         def attend_here(heads: Any, carry: Any) -> tuple[jax.Array, Any]:
             return attend(index, heads, carry)
 
-        call = LayerCall(self, stack, index, backend, attend_here, **inputs)
+        call = LayerCall(self, stack, index, backend, int8_inputs, attend_here, **inputs)
         for step in self.spec.steps:
             x, carry = step(x, call, carry)
         return x, carry

@@ -28,6 +28,8 @@ def get_matrix(
     dtype: DTypeLike,
     stack: "nnx.Module | None" = None,
     layer: jax.Array | int | None = None,
+    *,
+    int8_inputs: bool = False,
 ) -> Weight:
     """Return a matrix of a module as a `Weight`, with all arrays of its format.
 
@@ -38,12 +40,14 @@ def get_matrix(
       dtype: dtype of the floating-point parameters of the model.
       stack: stacked parameters that contain `module` as a slice, in a scan over layers; or None.
       layer: index of `module` in the stack, i32 ``[]``; None without a stack.
+      int8_inputs: whether matmuls round their inputs to int8, see `Weight`.
     """
     whole = None
     if stack is not None and layer is not None:
         # `module` is a slice of the stack. Gradients must flow through the slice, not the stack.
         whole = Stack(lax.stop_gradient(_parameters(stack, name)), layer)
-    return Weight.of_format(_parameters(module, name), format, dtype, whole)
+    arrays = _parameters(module, name)
+    return Weight.of_format(arrays, format, dtype, whole, int8_inputs=int8_inputs)
 
 
 def _parameters(module: "nnx.Module", name: str) -> WeightArrays:
@@ -60,12 +64,14 @@ class LayerParameters:
       stack: stacked parameters that contain `layer` as a slice, in a scan over layers; or None.
       index: index of the layer in the model; i32 ``[]`` in a scan over layers.
       backend: backend of the matrix multiplications, see `linear`.
+      int8_inputs: whether they round their inputs to int8, see `Weight`.
     """
 
     layer: Any
     stack: "nnx.Module | None"
     index: jax.Array | int
     backend: str | None
+    int8_inputs: bool
 
     def vector(self, name: str) -> jax.Array:
         """Return a parameter that is not a matrix."""
@@ -81,13 +87,16 @@ class LayerParameters:
         In a scan over layers, a matrix that is not stacked is returned as a `LayerWeights`, which
         holds the matrices of all layers and the index of this layer.
         """
-        layer, dtype = self.layer, self.layer.float_dtype
+        layer, int8_inputs = self.layer, self.int8_inputs
+
+        def find(module: Any, *stack: Any) -> Weight:
+            format, dtype = module.formats[name], layer.float_dtype
+            return get_matrix(module, name, format, dtype, *stack, int8_inputs=int8_inputs)
+
         if hasattr(layer, name):
-            return get_matrix(layer, name, layer.formats[name], dtype, self.stack, self.index)
+            return find(layer, self.stack, self.index)
         numbers = sorted((key for key in vars(layer) if key.isdecimal()), key=int)
-        own = (getattr(layer, key) for key in numbers)
-        weights = (get_matrix(each, name, each.formats[name], dtype) for each in own)
-        return LayerWeights(tuple(weights), self.index)
+        return LayerWeights(tuple(find(getattr(layer, key)) for key in numbers), self.index)
 
     def linear(self, x: jax.Array, name: str) -> jax.Array:
         """Multiply the last dimension of `x` by the matrix with this name, see `linear`."""

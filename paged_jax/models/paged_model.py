@@ -77,6 +77,7 @@ class PagedModel(nnx.Module):
         dtype that an engine uses by default, see `kv_dtype`.
       exact_backend: name of the backend for exact numerics without a given backend; None until
         `with_numerics` chooses it.
+      int8_activations: whether matmuls round inputs to int8, see `with_int8_activations`.
 
     Example:
       >>> from paged_jax import Heads, LlamaConfig
@@ -104,6 +105,18 @@ class PagedModel(nnx.Module):
     numerics: str = "fast"
     cache_dtype: str | None = None
     exact_backend: str | None = None
+    int8_activations: bool = False
+
+    def with_int8_activations(self) -> Self:
+        """Return the model with the same weights, whose matmuls round their inputs to int8.
+
+        Only matmuls by weights with a code in `weight_formats.INT8_CODES` round their inputs.
+        """
+        if self.int8_activations:
+            return self
+        model = nnx.merge(*nnx.split(self))
+        model.int8_activations = True
+        return model
 
     def with_numerics(
         self,

@@ -39,7 +39,9 @@ def layout_of(format: WeightFormat, shape: tuple[int, ...]) -> Layout | None:
     return layout
 
 
-def check_bits(format: WeightFormat, num_outputs: int, dtype: str, backend: str) -> None:
+def check_bits(
+    format: WeightFormat, num_outputs: int, dtype: str, *, int8_inputs: bool = False
+) -> None:
     # Units of 16 or 32 inputs; several strips; the last segment of a row is shorter than others.
     num_inputs = 1536 if format.has_sections else 1344
     arrays = random_arrays(format, (num_outputs, num_inputs), np.random.default_rng(num_outputs))
@@ -50,7 +52,8 @@ def check_bits(format: WeightFormat, num_outputs: int, dtype: str, backend: str)
 
     @jax.jit
     def run(x, plain, bundled):
-        multiply = functools.partial(linear, backend=backend)
+        plain, bundled = (dataclasses.replace(w, int8_inputs=int8_inputs) for w in (plain, bundled))
+        multiply = functools.partial(linear, backend="cpu")
         return [(multiply(x[:num], plain), multiply(x[:num], bundled)) for num in NUM_ROWS]
 
     lowered = run.lower(x, plain, bundled)
@@ -71,7 +74,7 @@ def check_bits(format: WeightFormat, num_outputs: int, dtype: str, backend: str)
     ),
 )
 def test_linear_gives_the_same_bits(name, dtype, num_outputs) -> None:
-    check_bits(FORMATS[name], num_outputs, dtype, "cpu")
+    check_bits(FORMATS[name], num_outputs, dtype)
 
 
 # One format of each width and kind of scales.
@@ -87,17 +90,17 @@ INT8_CORE = ("q4_1", "q5_0", "q8_0", "q4_k")
     ],
 )
 def test_int8_inputs_give_the_same_bits(name) -> None:
-    check_bits(FORMATS[name], 96, "bfloat16", "cpu_int8")
+    check_bits(FORMATS[name], 96, "bfloat16", int8_inputs=True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_scales_and_minima_of_every_dtype(dtype) -> None:
-    check_bits(WeightFormat("uint4", 32, dtype, dtype), 64, "bfloat16", "cpu")
+    check_bits(WeightFormat("uint4", 32, dtype, dtype), 64, "bfloat16")
 
 
 @pytest.mark.parametrize(("group_size", "min_dtype"), [(32, "float16"), (64, "int8")])
 def test_scales_of_two_levels(group_size, min_dtype) -> None:
-    check_bits(WeightFormat("uint5", group_size, "int8", min_dtype), 64, "bfloat16", "cpu")
+    check_bits(WeightFormat("uint5", group_size, "int8", min_dtype), 64, "bfloat16")
 
 
 @pytest.mark.parametrize("name", ["q4_1", "q8_0"])

@@ -1,7 +1,6 @@
 """The C++ kernels for quantised weights: values, bits, bounds of arrays, other processors."""
 
 import dataclasses
-import functools
 import re
 import subprocess
 from pathlib import Path
@@ -17,6 +16,7 @@ from paged_jax.kernels.native.compiler import find_compiler
 from paged_jax.kernels.native.kernels import NativeKernel
 from paged_jax.kernels.weight_formats import (
     CODES,
+    INT8_CODES,
     WeightArrays,
     WeightFormat,
     dequantise,
@@ -29,10 +29,14 @@ from tests.support.weights import elements, make_weight, random_arrays
 pytestmark = needs_compiler
 
 LINEAR = jax.jit(linear)
-LINEAR_INT8 = jax.jit(functools.partial(linear, backend="cpu_int8"))
+
+
+def linear_int8(x, w):
+    return linear(x, dataclasses.replace(w, int8_inputs=True))
+
+
+LINEAR_INT8 = jax.jit(linear_int8)
 F32, BF16, S8 = (jnp.dtype(each) for each in (jnp.float32, jnp.bfloat16, jnp.int8))
-# The backend "cpu_int8" rounds the inputs of these codes.
-INT8_CODES = ("int8", "int4", "uint4", "e2m1", "int5", "uint5")
 
 # Inputs and the size of groups. Groups of 4-bit values in units of 32 inputs, several segments,
 # parts of units, and several strips; groups of 8-bit values that end within a unit.
@@ -302,7 +306,7 @@ def test_int8_inputs_in_plain_jax(code) -> None:
     """Programs without the kernels, such as batched ones, round in the same way."""
     w, _, x = problem((code, (288, 144), "bfloat16", "float32", True, 35, "bfloat16"), 9)
     want, terms = LINEAR_INT8(x, w), 2e-6 * (np.abs(x) @ np.abs(dequantise(w.arrays, code)).T)
-    batched = jax.jit(jax.vmap(lambda x: linear(x, w, backend="cpu_int8")))
+    batched = jax.jit(jax.vmap(lambda x: linear_int8(x, w)))
     assert "custom_call" not in batched.lower(x[None]).as_text()
     assert (np.abs(batched(x[None])[0] - want) <= terms).all()
     derivative = jax.grad(lambda x: LINEAR_INT8(x, w).sum())(x)
@@ -345,7 +349,8 @@ def test_int8_inputs_of_experts(code) -> None:
     arrays = random_arrays(format, (4, 35, 96), rng)
     w, sizes = make_weight(arrays, format, "bfloat16"), (20, 0, 1, 5)
     x = rng.normal(size=(28, 96)).astype(np.float32)
-    experts = jax.jit(functools.partial(grouped_linear, backend="cpu_int8"))
+    w = dataclasses.replace(w, int8_inputs=True)
+    experts = jax.jit(grouped_linear)
     got = np.asarray(experts(x, w, jnp.array(sizes)))
     for group, (end, size) in enumerate(zip(np.cumsum(sizes), sizes, strict=True)):
         if size:

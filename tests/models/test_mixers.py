@@ -148,7 +148,9 @@ def test_states_have_the_shapes_and_dtypes_of_the_config(name) -> None:
     layer = make_model(name).layers[0]
     x = jnp.ones((6, config.hidden_size))
     positions = jnp.zeros(6, jnp.int32)
-    call = LayerCall(layer, None, 0, None, lambda heads, carry: (heads, carry), positions, None)
+    call = LayerCall(
+        layer, None, 0, None, False, lambda heads, carry: (heads, carry), positions, None
+    )
     recurrence = MIXERS[name].mix(x, call).recurrence
     assert recurrence.arrays == states
     before = recurrence.initial_states(2, jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""The kernels of the backends ``"cpu"``, ``"cpu_exact"`` and ``"cpu_int8"``."""
+"""The kernels of the backends ``"cpu"`` and ``"cpu_exact"``."""
 
 import functools
 from collections.abc import Callable, Collection
@@ -10,28 +10,17 @@ from jax.typing import DTypeLike
 from paged_jax.kernels.backend import Backend, Kernel, spread
 from paged_jax.kernels.cpu import attention, linear, recurrent
 from paged_jax.kernels.native import library
-from paged_jax.kernels.native.kernels import NativeKernel, kernel_code, matmul_kernel
-from paged_jax.kernels.weight_formats import Weight
+from paged_jax.kernels.native.kernels import NativeKernel, matmul_kernel
 
 
 def _attention(run: Callable[..., Any]) -> Kernel:
     return Kernel(run, attention.refusal, unavailable=attention.unavailable)
 
 
-def _matmuls(find_kernel: Callable[[Weight], NativeKernel]) -> dict[str, Kernel]:
-    """Return the kernels of matmuls. `find_kernel` returns the kernel for a quantised weight."""
-    run, grouped = (
-        spread(functools.partial(function, find_kernel=find_kernel))
-        for function in (linear.linear, linear.grouped_linear)
-    )
-    return {
-        "linear": Kernel(run, is_differentiable=True, runs_anywhere=True),
-        "grouped_linear": Kernel(grouped, spread(linear.grouped_linear_refusal)),
-    }
-
-
 # XLA does the writes and the copies of blocks.
 _COMMON = {
+    "linear": Kernel(spread(linear.linear), is_differentiable=True, runs_anywhere=True),
+    "grouped_linear": Kernel(spread(linear.grouped_linear), spread(linear.grouped_linear_refusal)),
     "sum_rows": Kernel(linear.sum_rows, is_differentiable=True, runs_anywhere=True),
     "advance_rows": Kernel(recurrent.advance_rows, recurrent.refusal),
 }
@@ -41,7 +30,6 @@ CPU = Backend(
         "decode": _attention(attention.attend),
         "prefill": _attention(attention.attend),
         "ragged": _attention(attention.attend_ragged),
-        **_matmuls(linear.quantised_kernel),
         **_COMMON,
     },
     platform="cpu",
@@ -68,38 +56,9 @@ CPU_EXACT = Backend(
     {
         "decode": _attend_exactly,
         "prefill": _attend_exactly,
-        **_matmuls(linear.quantised_kernel),
         **_COMMON,
     },
     platform="cpu",
     is_exact=True,
     unavailable_for=_exact_unavailable,
-)
-
-
-def _int8_unavailable(
-    codes: Collection[str], dtype: DTypeLike = "", pool_dtype: DTypeLike = ""
-) -> str | None:
-    """Compile the int8 kernels for weights with these codes; return why they cannot be used.
-
-    The result is a phrase, such as "on a processor without AVX512-VNNI". It is None if at least one
-    of the codes has an int8 kernel, and all of these kernels can be used.
-    """
-    del dtype, pool_dtype
-    if "avx512_vnni" not in library.processor():
-        return "on a processor without AVX512-VNNI"
-    if not (rounded := [each for each in codes if each in linear.INT8_CODES]):
-        return f"for a model without matrices in {', '.join(linear.INT8_CODES)}"
-    names = {kernel_code(each) for each in rounded}
-    kernels = (NativeKernel("quantised_linear", linear.INT8, name) for name in sorted(names))
-    reasons = (library.load(kernel).why_not for kernel in kernels)
-    return next((f"without C++ kernels ({each})" for each in reasons if each is not None), None)
-
-
-# Matmuls round inputs to int8 if the code of the weights is in `INT8_CODES`. Other ops are the same
-# as in `CPU`, except for attention, which this backend does not implement.
-CPU_INT8 = Backend(
-    {**_matmuls(linear.int8_kernel), **_COMMON},
-    platform="cpu",
-    unavailable_for=_int8_unavailable,
 )

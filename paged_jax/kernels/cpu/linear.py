@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -15,48 +14,29 @@ from paged_jax.kernels.native.kernels import FLOATS, NativeKernel, matmul_kernel
 from paged_jax.kernels.native.library import Arrays, Attributes, PlainFunction, call
 from paged_jax.kernels.native.weights import format_refusal
 from paged_jax.kernels.weight_formats import CODES, Weight, WeightArrays
-from paged_jax.kernels.weight_packing import PACKED_INPUTS
 from paged_jax.kernels.xla.linear import grouped_linear as plain_grouped_linear
 from paged_jax.kernels.xla.linear import linear as plain_linear
 from paged_jax.kernels.xla.linear import sum_rows as plain_sum_rows
 
-INT8 = jnp.dtype(jnp.int8)
-
-# The numbers of these codes, or twice these numbers, are small integers. The kernels multiply these
-# integers by the int8 inputs.
-INT8_CODES = ("int8", "int4", "uint4", "e2m1", "int5", "uint5")
-
-# When inputs are rounded to int8, at most this number of consecutive inputs share a scale
-# (`source/panels.h`).
-_INT8_SEGMENT = 64
+_INT8 = jnp.dtype(jnp.int8)
 
 
-def quantised_kernel(w: Weight) -> NativeKernel:
-    """Return the kernel that multiplies by a quantised weight."""
-    return matmul_kernel(w.format.code, w.dtype)
+def _kernel_of(w: Weight) -> NativeKernel:
+    """Return the kernel that multiplies by a quantised weight, and may round inputs to int8."""
+    kernel = matmul_kernel(w.format.code, w.dtype)
+    return kernel._replace(dtype=_INT8) if w.rounds_inputs else kernel
 
 
-def int8_kernel(w: Weight) -> NativeKernel:
-    """Return the kernel that rounds inputs to int8 and multiplies them by a quantised weight.
-
-    If the code of the weight is not in `INT8_CODES`, return the result of `quantised_kernel`.
-    """
-    kernel = quantised_kernel(w)
-    return kernel._replace(dtype=INT8) if w.format.code in INT8_CODES else kernel
-
-
-def linear(
-    x: jax.Array, w: Weight, find_kernel: Callable[[Weight], NativeKernel] = quantised_kernel
-) -> jax.Array:
+def linear(x: jax.Array, w: Weight) -> jax.Array:
     """Multiply the last dimension of `x` by a weight; see `paged_jax.kernels.linear.linear`.
 
     The result of a row does not depend on the number of rows. Rows of zeros, such as padding, take
-    no time, and give zeros for any weight. `find_kernel` returns the kernel for a quantised weight.
+    no time, and give zeros for any weight.
     """
     if not _has_kernel_for(math.prod(x.shape[:-1]), w):
         return plain_linear(x, w)
     stacked, plain = _stacked_arrays(w).merge_outputs(1), plain_linear
-    matmul, x, operands = _find_matmul(x, w, stacked, _one_group(x), plain, find_kernel)
+    matmul, x, operands = _find_matmul(x, w, stacked, _one_group(x), plain)
     matrix = dataclasses.replace(w, **w.arrays.merge_outputs()._asdict(), stack=None)
     return _multiply(matmul, x, matrix, operands).reshape(*x.shape[:-1], *w.values.shape[:-1])
 
@@ -67,7 +47,6 @@ def _find_matmul(
     stacked: WeightArrays,
     sizes: jax.Array,
     plain: PlainFunction,
-    find_kernel: Callable[[Weight], NativeKernel],
 ) -> tuple["_Matmul", jax.Array, Arrays]:
     """Choose the kernel for a matmul, and prepare its operands.
 
@@ -82,14 +61,14 @@ def _find_matmul(
     if w.scales is None:
         matmul = _Matmul(NativeKernel("linear", w.values.dtype), plain)
         return matmul, x.astype(jnp.float32), (stacked.values, sizes, layer)
-    kernel = find_kernel(w)
+    kernel = _kernel_of(w)
     flags = {
         "has_mins": w.mins is not None,
         "has_order": w.order is not None,
         "is_interleaved": w.layout is not None,
     }
     attributes = tuple((name, np.int32(flag)) for name, flag in flags.items())
-    matmul = _Matmul(kernel, _plain_int8 if kernel.dtype == INT8 else plain, attributes)
+    matmul = _Matmul(kernel, plain, attributes)
     table = jnp.asarray(CODES.get(w.format.code, np.zeros(16)), jnp.float32)
     operands = stacked.values, stacked.scales, table, layer, stacked.mins, stacked.order, sizes
     return matmul, _round_inputs(x, w, kernel), tuple(y for y in operands if y is not None)
@@ -124,34 +103,6 @@ def _round_inputs(x: jax.Array, w: Weight, kernel: NativeKernel) -> jax.Array:
     # Round with `reduce_precision`, because XLA may remove a cast to a smaller dtype and back.
     limits = jnp.finfo(w.dtype)
     return lax.reduce_precision(x.astype(jnp.float32), limits.nexp, limits.nmant)
-
-
-def _plain_int8(x: jax.Array, w: Weight, *sizes: jax.Array) -> jax.Array:
-    plain = plain_grouped_linear if sizes else plain_linear
-    return plain(*_round_to_int8(x, w), *sizes)
-
-
-def _round_to_int8(x: jax.Array, w: Weight) -> tuple[jax.Array, Weight]:
-    """Round the inputs of a matmul to int8 as the kernels do (`source/panels.h`).
-
-    Each segment of a group of inputs has a scale. It is chosen so that the largest magnitude in the
-    segment becomes 127. Derivatives ignore the rounding.
-
-    Returns:
-      The rounded inputs in float32, reordered by ``w.order``; and the weight to multiply them by,
-      without an order.
-    """
-    x = (x if w.order is None else x[..., w.order]).astype(jnp.float32)
-    size = w.format.group_size or x.shape[-1]
-    groups = x.reshape(*x.shape[:-1], -1, size)
-    segment = size if w.format.is_packed and size % PACKED_INPUTS else _INT8_SEGMENT
-    padding = [(0, 0)] * (groups.ndim - 1) + [(0, -size % segment)]
-    segments = jnp.pad(groups, padding).reshape(*groups.shape[:-1], -1, segment)
-    peak = jnp.max(jnp.abs(segments), axis=-1, keepdims=True)
-    numbers = jnp.round(segments * jnp.where(peak < 1e-30, 0, 127 / peak))
-    rounded = (numbers * (peak / 127)).reshape(*groups.shape[:-1], -1)[..., :size].reshape(x.shape)
-    exact = dataclasses.replace(w, order=None, stack=None, dtype=jnp.dtype(jnp.float32))
-    return x + lax.stop_gradient(rounded - x), exact
 
 
 def sum_rows(x: jax.Array) -> jax.Array:
@@ -210,19 +161,13 @@ def _multiply_jvp(matmul, primals, tangents):
     return _multiply(matmul, *primals), tangent
 
 
-def grouped_linear(
-    x: jax.Array,
-    w: Weight,
-    sizes: jax.Array,
-    find_kernel: Callable[[Weight], NativeKernel] = quantised_kernel,
-) -> jax.Array:
+def grouped_linear(x: jax.Array, w: Weight, sizes: jax.Array) -> jax.Array:
     """Multiply rows by the weights of their groups, see `paged_jax.kernels.grouped_linear`.
 
-    The result of a row does not depend on the other rows. `find_kernel` returns the kernel for a
-    quantised weight.
+    The result of a row does not depend on the other rows.
     """
     stacked, plain = _stacked_arrays(w), plain_grouped_linear
-    matmul, x, operands = _find_matmul(x, w, stacked, sizes, plain, find_kernel)
+    matmul, x, operands = _find_matmul(x, w, stacked, sizes, plain)
     args, kernel = (x, dataclasses.replace(w, stack=None), sizes), matmul.kernel
     operands = x.astype(kernel.input_dtype), *operands
     [out] = call(kernel, operands, matmul.plain, args, attributes=matmul.attributes)

@@ -96,12 +96,17 @@ class MatmulTiling(NamedTuple):
     parts: int = 1
 
 
+_INT8_REFUSAL = "it does not round inputs to int8"
+
+
 def quantised_refusal(x: jax.Array, w: Weight, *, interpret: Interpret = False) -> str | None:
     """Return why `quantised_linear` does not support these arrays, or None if it does."""
     if (why_not := pallas.refusal() or pallas.gpu_refusal()) is not None:
         return why_not
     if w.scales is None:
         return "XLA multiplies by weights without scales"
+    if w.rounds_inputs:
+        return _INT8_REFUSAL
     if w.format.code in BYTE_CODES and w.format.group_size is None and w.mins is None:
         return "XLA fuses the conversion of 8-bit weights with a scale per row into the matmul"
     if (why_not := _format_refusal(w)) is not None:
@@ -118,6 +123,8 @@ def grouped_refusal(
     """Return why `grouped_linear` does not support these arrays, or None if it does."""
     if (why_not := pallas.refusal() or pallas.gpu_refusal()) is not None:
         return why_not
+    if w.rounds_inputs:
+        return _INT8_REFUSAL
     if w.scales is not None:
         return _format_refusal(w)
     if w.values.dtype.name not in tiles.FLOATING:

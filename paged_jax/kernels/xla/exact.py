@@ -22,7 +22,9 @@ from jax import lax
 from paged_jax.kernels.backend import (
     Backend,
     ConvolutionStep,
+    GroupedLinearArgs,
     Kernel,
+    LinearArgs,
     RecurrentStep,
     StateStep,
     spread,
@@ -163,14 +165,20 @@ def _dot(x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
     return add_halves(round_product(x * y), axis)
 
 
+def _int8_refusal(args: LinearArgs | GroupedLinearArgs) -> str | None:
+    return "it does not round inputs to int8" if args.w.rounds_inputs else None
+
+
 # Each row has the same bits in any program and batch.
 XLA_EXACT = Backend(
     {
         "decode": Kernel(attend_exactly),
         "prefill": Kernel(attend_exactly),
-        "linear": Kernel(spread(_linear), is_differentiable=True, runs_anywhere=True),
+        "linear": Kernel(
+            spread(_linear), _int8_refusal, is_differentiable=True, runs_anywhere=True
+        ),
         "sum_rows": Kernel(_sum_rows, is_differentiable=True, runs_anywhere=True),
-        "grouped_linear": Kernel(spread(_grouped_linear)),
+        "grouped_linear": Kernel(spread(_grouped_linear), _int8_refusal),
         "advance_rows": Kernel(_advance_rows),
     },
     platform="cpu",

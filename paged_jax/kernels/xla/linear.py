@@ -12,6 +12,7 @@ weights read, measured on 2 cores with AVX-512 (jax 0.10.2) for weights of 3072 
     64            4.7     5.5                   4.1
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -28,6 +29,11 @@ from paged_jax.kernels.weight_formats import (
     WeightArrays,
     dequantise,
 )
+from paged_jax.kernels.weight_packing import PACKED_INPUTS
+
+# When inputs are rounded to int8, at most this number of consecutive inputs share a scale
+# (`native/source/panels.h`).
+_INT8_SEGMENT = 64
 
 # Limits for `_matmul_in_halves`, which uses a batched matmul. XLA's CPU library does not pack the
 # weights of a batched matmul, which saves time if there are few rows. With many inputs, its batched
@@ -51,6 +57,8 @@ _MAX_GRADIENT_TILE = 512
 
 def linear(x: jax.Array, w: Weight) -> jax.Array:
     """Multiply the last dimension of `x` by a weight; see `paged_jax.kernels.linear.linear`."""
+    if w.rounds_inputs:
+        x, w = round_to_int8(x, w)
     arrays, code = w.plain.arrays.merge_outputs(), w.format.code
     if arrays.order is not None:
         x, arrays = x[..., arrays.order], arrays._replace(order=None)
@@ -67,6 +75,31 @@ def linear(x: jax.Array, w: Weight) -> jax.Array:
         forms = {name: functools.partial(form, code=code) for name, form in forms.items()}
         y = lax.platform_dependent(x, arrays, **forms)
     return y.reshape(*x.shape[:-1], *w.values.shape[:-1])
+
+
+def round_to_int8(x: jax.Array, w: Weight) -> tuple[jax.Array, Weight]:
+    """Round the inputs of a matmul to int8 as the C++ kernels do (`native/source/panels.h`).
+
+    Each segment of a group of inputs has a scale. It is chosen so that the largest magnitude in the
+    segment becomes 127. Derivatives ignore the rounding.
+
+    Returns:
+      The rounded inputs in float32, reordered by ``w.order``; and the weight to multiply them by,
+      without an order.
+    """
+    x = (x if w.order is None else x[..., w.order]).astype(jnp.float32)
+    size = w.format.group_size or x.shape[-1]
+    groups = x.reshape(*x.shape[:-1], -1, size)
+    segment = size if w.format.is_packed and size % PACKED_INPUTS else _INT8_SEGMENT
+    padding = [(0, 0)] * (groups.ndim - 1) + [(0, -size % segment)]
+    segments = jnp.pad(groups, padding).reshape(*groups.shape[:-1], -1, segment)
+    peak = jnp.max(jnp.abs(segments), axis=-1, keepdims=True)
+    numbers = jnp.round(segments * jnp.where(peak < 1e-30, 0, 127 / peak))
+    rounded = (numbers * (peak / 127)).reshape(*groups.shape[:-1], -1)[..., :size].reshape(x.shape)
+    exact = dataclasses.replace(
+        w, order=None, stack=None, dtype=jnp.dtype(jnp.float32), int8_inputs=False
+    )
+    return x + lax.stop_gradient(rounded - x), exact
 
 
 def linear_gradients(
@@ -213,6 +246,8 @@ def grouped_linear(x: jax.Array, w: Weight, group_sizes: jax.Array) -> jax.Array
     tile out of the stack. On CPUs, it first converts all bfloat16 weights to float32. A quantised
     weight is converted again for each of its tiles.
     """
+    if w.rounds_inputs:
+        x, w = round_to_int8(x, w)
     x = _round_inputs(x if w.order is None else x[:, w.order], w)
     return _multiply_groups(x, w, group_sizes, (1, 1))
 
