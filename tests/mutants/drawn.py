@@ -57,7 +57,7 @@ DRAWN = (
     mutant(
         "rows of later layers are dropped",
         "kernels/xla",
-        "paged_jax.kernels.xla:_set_pool_rows",
+        "paged_jax.kernels.xla.writes:_set_pool_rows",
         "index // C % P",
         "index // C",
         "tests/kernels/test_writing.py",
@@ -82,7 +82,7 @@ DRAWN = (
     mutant(
         "GPUs without float8 get float8 kernels",
         "kernels/triton",
-        "paged_jax.kernels.triton:_gpu_refusal",
+        "paged_jax.kernels.triton.backend:_gpu_refusal",
         "gpu_device.device().compute_capability < (8, 9)",
         "gpu_device.device().compute_capability < (8, 0)",
         "tests/kernels/test_triton_decode.py::test_refusal_of_fp8_depends_on_the_gpu",
@@ -99,7 +99,7 @@ DRAWN = (
     mutant(
         "old TPUs are not refused",
         "kernels/mosaic_tpu",
-        "paged_jax.kernels.mosaic_tpu:_device_refusal",
+        "paged_jax.kernels.mosaic_tpu.device:device_refusal",
         "_OLD_GENERATIONS.match(kind)",
         "None",
         "tests/kernels/test_mosaic_tpu.py::test_choose_backend_names_an_unsupported_tpu",
@@ -107,7 +107,7 @@ DRAWN = (
     mutant(
         "queries of a group are in the order of tokens",
         "kernels/mosaic_tpu",
-        "paged_jax.kernels.mosaic_tpu:_to_rows",
+        "paged_jax.kernels.mosaic_tpu.attention:_to_rows",
         "q.reshape(B, num_tiles, queries, K, G, D).transpose(0, 1, 3, 2, 4, 5)",
         "q.reshape(B, num_tiles, queries, K, G, D).transpose(0, 1, 3, 4, 2, 5)",
         "tests/kernels/test_mosaic_tpu.py",

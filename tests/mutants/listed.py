@@ -255,7 +255,7 @@ EXACT = (
     mutant(
         "a prompt sums in another order than a decode step",
         "kernels",
-        "paged_jax.kernels.cpu:_attend",
+        "paged_jax.kernels.cpu.attention:attend",
         "np.int32(1)",
         "np.int32(0)",
         _STEPS,
@@ -263,7 +263,7 @@ EXACT = (
     mutant(
         "the length of the parts of a prompt depends on the batch",
         "kernels",
-        "paged_jax.kernels.cpu:_attend",
+        "paged_jax.kernels.cpu.attention:attend",
         'is_exact and args.op == "prefill"',
         'is_exact and args.op == "prefill" and args.q.shape[0] == 1',
         f"{_ENGINE}[dense-bfloat16]",
