@@ -180,6 +180,8 @@ def _recurrent_kernel(
         def read(x_D: jax.Array, state: jax.Array) -> jax.Array:
             return jnp.sum(as_key(x_D) * state, axis=key_axis)
 
+        # The order of these sums determines the number of registers. If Mamba-2 also read its
+        # output from the old state, it would need 123 instead of 96 registers (H200).
         if beta_refs:
             predicted_U, kept_U = read(k_D, decayed), read(q_D, decayed)
             value_U = _load(v_ref.at[row, head, group, u], u < U)
