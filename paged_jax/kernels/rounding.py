@@ -3,9 +3,10 @@
 
 XLA for CPUs gives an element of a result other bits in another program in two cases. It fuses a
 product and a sum into one operation, which rounds once, if both are in the same loop. And it
-computes ``rsqrt`` by other instructions in a vector than for single elements. Its other functions,
-such as ``exp``, ``log``, ``tanh`` and ``cos``, give the same bits in both. The order of its sums
-depends on shapes, but the order of `add_halves` only on the number of elements.
+computes ``rsqrt``, and ``log1p`` of small numbers, by other instructions in a vector than for
+single elements. Its other functions, such as ``exp``, ``log``, ``tanh`` and ``cos``, give the same
+bits in both. The order of its sums depends on shapes, but the order of `add_halves` only on the
+number of elements.
 """
 
 from typing import Any, cast

@@ -206,6 +206,17 @@ def test_delta_rule_gives_equal_bits_in_any_batch(by_element) -> None:
 
     _check_step(run, states, [q, k, v, log_decay, beta, ones], oracle, "float32")
 
+    # Inputs that are products have the bits of rounded products.
+    def multiply(rows, *inputs):
+        return run(rows, *(x * jnp.float32(0.7) for x in inputs[:-1]), inputs[-1])
+
+    inputs = q, k, v, log_decay, beta
+    of_products = jax.jit(multiply)(_rows(states, "float32"), *inputs, ones)
+    rounded = [x * np.float32(0.7) for x in inputs]
+    wanted = jax.jit(run)(_rows(states, "float32"), *rounded, ones)
+    np.testing.assert_array_equal(of_products[0], wanted[0])
+    np.testing.assert_array_equal(of_products[1].pool, wanted[1].pool)
+
 
 def test_state_space_gives_equal_bits_in_any_batch() -> None:
     B, K, G, D, U = 5, 2, 3, 9, 7

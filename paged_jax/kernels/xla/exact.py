@@ -147,14 +147,14 @@ def _convolve(step: ConvolutionStep, state: jax.Array) -> tuple[jax.Array, jax.A
 
 def _apply_recurrence(step: RecurrentStep, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Do the same as `paged_jax.kernels.xla.recurrent.apply_recurrence` for one token."""
-    q, k, decay = step.q[:, :, None], step.k[:, :, None], jnp.exp(step.log_decay)
+    q, k, decay = step.q[:, :, None], step.k[:, :, None], jnp.exp(round_product(step.log_decay))
     if step.beta is None:
         new_UD = round_product(decay[..., None, :] * state)
         new_UD = new_UD + round_product(step.v[..., None] * k[..., None, :])
         return _dot(new_UD, q[..., None, :], -1)[..., 0], new_UD
     predicted = _dot((decay * k)[..., None], state, -2)[..., 0, :]
     kept = _dot((decay * q)[..., None], state, -2)[..., 0, :]
-    change = step.beta[..., None] * (step.v - predicted)
+    change = step.beta[..., None] * (round_product(step.v) - predicted)
     out = kept + round_product(_dot(q, k, -1) * change)
     new_DU = round_product(decay[..., None] * state)
     return out, new_DU + round_product(k[..., None] * change[..., None, :])

@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.exact import inverse_root, rounded
+from paged_jax.kernels.exact import inverse_root, rounded, softplus
 from paged_jax.kernels.linear import sum_rows
 from paged_jax.kernels.norm_rope import ACTIVATIONS, add_bias, expand, rms_norm
 from paged_jax.kernels.op import is_exact
@@ -369,7 +369,7 @@ def log_decay(call: LayerCall, steps: jax.Array) -> jax.Array:
     The softplus of the time steps is applied here.
     """
     rates = jnp.exp(float32(call, "mixer_decay")).reshape(steps.shape[-2], -1)
-    return -expand(rates, steps.ndim) * jax.nn.softplus(steps)
+    return -expand(rates, steps.ndim) * softplus(steps, call.backend)
 
 
 def gated_norm(out: jax.Array, gate: jax.Array, call: LayerCall, eps: float) -> jax.Array:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax.kernels.exact import inverse_root, rounded
+from paged_jax.kernels.exact import inverse_root, rounded, softplus
 from paged_jax.kernels.norm_rope import add_bias, expand, mean_square
 from paged_jax.kernels.recurrent import state_space
 from paged_jax.models.parts.mixer import Arrays, Mixed, Mixer, NamedPieces, float32
@@ -139,10 +139,10 @@ class Mamba2(Mixer):
         K, G, D, U = self.heads
         fused = self.project_in(multiply(x, self.in_multiplier), call)
         if (factors := self._row_multipliers()) is not None:
-            fused = fused * expand(factors, fused.ndim)
+            fused = rounded(fused * expand(factors, fused.ndim), call.backend)
         ends = [G * U, 2 * G * U + 2 * D]
         z, xbc, steps = jnp.split(fused, ends, axis=-1)
-        steps = jax.nn.softplus(add_bias(steps, float32(call, "mixer_time")))
+        steps = softplus(add_bias(steps, float32(call, "mixer_time")), call.backend)
         steps = jnp.clip(steps, *self.time_limits)
 
         def run(xbc: jax.Array, others: Arrays, state: Any, num_tokens: jax.Array) -> Any:
