@@ -53,9 +53,14 @@ struct RecurrentStep {
       for (int64_t u = 0; u < U; u++) each.outputs[u] = advance_value(each, u);
   }
 
-  // Computes the decay of each element of a key, and 0 up to the end of the last vector.
+  // Computes the decay of each element of a key, in whole vectors.
   void exponentiate(const float* logs, float* decay) const {
-    for (int64_t d = 0; d < D; d++) decay[d] = logs[decays == 1 ? 0 : d];
+    if (decays == 1) {
+      Floats decay_of_all = exponential(fill(*logs));
+      for (int64_t d = 0; d < D; d += LANES) store(decay + d, decay_of_all);
+      return;
+    }
+    memcpy(decay, logs, D * sizeof *decay);
     for (int64_t d = D; d % LANES; d++) decay[d] = 0;
     for (int64_t d = 0; d < D; d += LANES) store(decay + d, exponential(load<Floats>(decay + d)));
   }
