@@ -383,7 +383,7 @@ class _BlockPictures:
         self._print(self._draw("after"))
 
     def _draw(self, title: str) -> str:
-        groups, layers = self._llm.cache.groups, self._llm.config.layer_groups
+        groups, layers = self._llm.cache.block_groups, self._llm.config.layer_groups
         if len(groups) == 1:
             return draw_tables(groups[0].tables, title)
         return "\n".join(

@@ -44,7 +44,7 @@ def read_blocks(
       first: i32[], the index of the first block to copy. Index 0 is the first block of the slot or,
         in a group with a window, the first block that it keeps.
       width: number of blocks to copy (static).
-      group: index of the group in `PagedCache.all_groups` (static).
+      group: index of the group in `PagedCache.groups` (static).
 
     Returns:
       `Pools` with copies of the blocks: K and V [L, width, K, C, D] and, if the pools are
@@ -90,13 +90,13 @@ def write_blocks(
       ValueError: `values` do not have the shapes and dtypes of the pools, or there is no such
         group.
     """
-    groups = list(cache.all_groups)
+    groups = list(cache.groups)
     groups[group] = _group("write_blocks", cache, group).write(slot, first, values)
     return cache.replace_groups(groups)
 
 
 def _group(function: str, cache: PagedCache, group: int) -> Group:
-    groups = cache.all_groups
+    groups = cache.groups
     if not 0 <= group < len(groups):
         raise ValueError(f"{function}: group must be 0 to {len(groups) - 1}, got {group}.")
     return groups[group]
@@ -125,8 +125,9 @@ def gather(
     _check_layer("gather", layer, cache.num_layers)
     if isinstance(slot, int) and not 0 <= slot < num_slots:
         raise ValueError(f"gather: slot must be 0 to {num_slots - 1}, got {slot}.")
-    index, layer = find_layer(cache.layers, layer)
-    pools, tables = cache.groups[index].pools, cache.groups[index].tables
+    group: int
+    group, layer = find_layer(cache.layers, layer)
+    pools, tables = cache.block_groups[group].pools, cache.block_groups[group].tables
     slots = jnp.full(tables.max_blocks_per_slot * tables.block_size, slot, jnp.int32)
     positions = jnp.arange(slots.size, dtype=jnp.int32)
     blocks, offsets = locate(tables, slots, positions)

@@ -19,7 +19,7 @@ state. The tables in `paged_jax.cache.blocks.state_tables` list the entry of eac
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, cast
 
@@ -30,7 +30,20 @@ from jax.typing import ArrayLike, DTypeLike
 
 from paged_jax.arguments import check_positive, names_arguments
 from paged_jax.cache import blocks as allocator
+from paged_jax.cache.attention_metadata import (
+    BlockMetadata,
+    LayerPlaces,
+    SlotMapping,
+    StateMetadata,
+)
 from paged_jax.cache.blocks import BlockCopies, BlockTables, ReservePlan
+from paged_jax.cache.blocks.prefix import (
+    FoundPrefix,
+    PrefixQuery,
+    find_blocks,
+    find_prefix,
+    start_slot,
+)
 from paged_jax.cache.blocks.reserve import (
     Reservation,
     begin_reserve,
@@ -39,7 +52,9 @@ from paged_jax.cache.blocks.reserve import (
     num_possible,
 )
 from paged_jax.cache.blocks.state_tables import (
+    PlannedStates,
     StateTables,
+    attach_state,
     commit_marks,
     follow_states,
     forget_states,
@@ -62,10 +77,6 @@ from paged_jax.kernels.opaque_call import take_or_fill, without_index_checks
 from paged_jax.kernels.rows import pool_of_zeros, set_rows
 from paged_jax.kernels.writing import check_num_rows, copy_blocks
 
-# One entry per layer of a model: a pair of the index of the layer's group and the index of the
-# layer in that group, or None if the layer belongs to no group.
-LayerPlaces = tuple[tuple[int, int] | None, ...]
-
 # The pools of a group of recurrent layers. Each pool has shape ``[L, P, ...]``: L layers of the
 # group, P entries, and then the shape of the state of one sequence.
 StatePools = tuple[jax.Array, ...]
@@ -80,13 +91,14 @@ class Group(Protocol):
 
     =====================  ================================================================
     what a sequence holds  `read`, `write` (swapping); `tables`
+    what a step uses       `metadata`, `draft_metadata`; `planned_rows`, `step_metadata`
     growth                 `begin_reserve`, `begin_restore`, `finish`; `slide`, `num_possible`,
                            `plan`, `commit`
     draft tokens           `max_drafts`, `plan_drafts`, `accept`
     sharing                `fork`, `reorder`: slots share blocks or states, until one of them
                            writes and gets a copy
     when it is freed       `release`, `slide`, `truncate`
-    prefix cache           `forget`, and the tables in `blocks.prefix`
+    prefix cache           `find_prefix`, `attach`; `publish_snapshots`, `forget`
     cost                   `nbytes`, `num_free`
     =====================  ================================================================
 
@@ -94,10 +106,18 @@ class Group(Protocol):
       can_run_out: whether the pool may have too few free blocks for a slot. The first group of a
         cache always can. If False, `begin_reserve` is always possible.
       takes_tiles: whether several rows of a program may append tokens to the same slot.
+      has_blocks: whether the group keeps blocks of tokens, so that `tables` are `BlockTables`. Its
+        blocks in the prefix cache are found by their digests. The other groups have snapshots.
     """
 
     can_run_out: ClassVar[bool]
     takes_tiles: ClassVar[bool]
+    has_blocks: ClassVar[bool]
+
+    @property
+    def pools(self) -> Any:
+        """The pools, in the form in which loops over layers carry them."""
+        ...
 
     @property
     def tables(self) -> Any:
@@ -114,13 +134,27 @@ class Group(Protocol):
         """Number of blocks or entries that no slot holds, i32[]; cached ones are free."""
         ...
 
-    @property
-    def carry(self) -> tuple[Any, ...]:
-        """The pools, in the form in which loops over layers carry them."""
+    def replace_pools(self, pools: Any) -> Self:
+        """Return the group with other pools."""
         ...
 
-    def replace_carry(self, pools: Sequence[Any]) -> Self:
-        """Return the group with other pools."""
+    def metadata(self, tokens: "NewTokens") -> BlockMetadata | StateMetadata:
+        """Find the places of new tokens, for which `finish` has reserved blocks or states."""
+        ...
+
+    def draft_metadata(self, tokens: "NewTokens") -> BlockMetadata | StateMetadata:
+        """Find the places of draft tokens, after `plan_drafts`."""
+        ...
+
+    def planned_rows(self, planned: Any, slots: jax.Array) -> Any:
+        """Take the plan of the rows with these slots, i32 ``[B]``, from a result of `plan`.
+
+        Slots that do not exist are padding.
+        """
+        ...
+
+    def step_metadata(self, rows: Any, step: "DecodeStep") -> BlockMetadata | StateMetadata:
+        """Find the places of the tokens of one decode step; `rows` is from `planned_rows`."""
         ...
 
     def begin_reserve(self, num_tokens: jax.Array, *, max_tokens: int) -> "Begun":
@@ -204,6 +238,17 @@ class Group(Protocol):
         """Shorten slots, see `blocks.truncate`."""
         ...
 
+    def find_prefix(self, query: PrefixQuery) -> FoundPrefix:
+        """Look up what the prefix cache has of a sequence."""
+        ...
+
+    def attach(self, slot: jax.Array, found: FoundPrefix, num_found: jax.Array) -> Self:
+        """Start an empty slot with the first `num_found` i32[] blocks of a cached prefix.
+
+        Nothing changes if `slot` i32[] is equal to the number of slots.
+        """
+        ...
+
     def publish_snapshots(
         self,
         is_snapshot: jax.Array,
@@ -245,6 +290,42 @@ class Begun(NamedTuple):
     changes: Any
 
 
+class NewTokens(NamedTuple):
+    """New tokens of B rows, at most T per row, which are flattened to N = B * T tokens.
+
+    Attributes:
+      rows: i32 ``[B]``, slot of each row; the number of slots for skipped rows.
+      starts: i32 ``[B]``, length of each row without its new tokens.
+      num_tokens: i32 ``[B]``, number of new tokens of each row.
+      slots: i32 ``[N]``, slot of each token; -1 for padding.
+      positions: i32 ``[N]``, position of each token in its sequence.
+    """
+
+    rows: jax.Array
+    starts: jax.Array
+    num_tokens: jax.Array
+    slots: jax.Array
+    positions: jax.Array
+
+
+class DecodeStep(NamedTuple):
+    """A decode step of B rows, one of several that were planned together.
+
+    Attributes:
+      number: i32 ``[]``, index of the step in its program, from 0.
+      is_active: bool ``[B]``, False for rows that get no token.
+      lengths: i32 ``[B]``, length of each row without its new token.
+      columns: i32 ``[B, 1]``, column of the new token's block in the block table.
+      offsets: i32 ``[B]``, offset of the new token in its block.
+    """
+
+    number: int | jax.Array
+    is_active: jax.Array
+    lengths: jax.Array
+    columns: jax.Array
+    offsets: jax.Array
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CacheGroup:
@@ -262,6 +343,7 @@ class CacheGroup:
 
     can_run_out: ClassVar[bool] = True
     takes_tiles: ClassVar[bool] = True
+    has_blocks: ClassVar[bool] = True
 
     def __repr__(self) -> str:
         use, shape = describe_use(self.tables), getattr(self.pools.k, "shape", ())
@@ -374,15 +456,23 @@ class CacheGroup:
         """Number of free blocks, i32[]."""
         return self.tables.pool.num_free
 
-    @property
-    def carry(self) -> tuple[Pools]:
-        """The pools, as a tuple of one `Pools`."""
-        return (self.pools,)
-
-    def replace_carry(self, pools: Sequence[Any]) -> "CacheGroup":
+    def metadata(self, tokens: NewTokens) -> BlockMetadata:
         """See `Group`."""
-        [own] = pools
-        return replace(self, pools=own)
+        mapping = SlotMapping(*locate(self.tables, tokens.slots, tokens.positions))
+        tables = take_or_fill(self.block_tables, tokens.rows, fill_value=self.num_blocks)
+        return BlockMetadata(tables, mapping, self.tables.retention)
+
+    draft_metadata = metadata
+
+    def planned_rows(self, planned: ReservePlan, slots: jax.Array) -> jax.Array:
+        """Take the block tables of the rows, i32 ``[B, M]``, see `Group`."""
+        return planned.block_tables.at[slots].get(mode="clip")
+
+    def step_metadata(self, rows: jax.Array, step: DecodeStep) -> BlockMetadata:
+        """See `Group`."""
+        blocks = jnp.take_along_axis(rows, step.columns, axis=1, mode="clip")[:, 0]
+        blocks = jnp.where(step.is_active, blocks, self.num_blocks)
+        return BlockMetadata(rows, SlotMapping(blocks, step.offsets), self.tables.retention)
 
     def begin_reserve(self, num_tokens: jax.Array, *, max_tokens: int) -> Begun:
         """See `Group`."""
@@ -472,6 +562,14 @@ class CacheGroup:
         tables = allocator.truncate(self.tables, lengths, max_tokens=max_tokens)
         return replace(self, tables=tables)
 
+    def find_prefix(self, query: PrefixQuery) -> FoundPrefix:
+        """See `Group`."""
+        return find_prefix(self.tables, query)
+
+    def attach(self, slot: jax.Array, found: FoundPrefix, num_found: jax.Array) -> "CacheGroup":
+        """See `Group`."""
+        return replace(self, tables=start_slot(self.tables, slot, found.ids, num_found))
+
     def publish_snapshots(
         self,
         is_snapshot: jax.Array,
@@ -524,17 +622,15 @@ class StateGroup:
     Attributes:
       pools: for each group of recurrent layers, its arrays, each ``[L, P, ...]``.
       tables: the `StateTables` with the entry of each slot.
-      layers: for each layer of the model, the index of its group of recurrent layers and its index
-        in that group; None for layers that are not recurrent (static).
     """
 
     pools: tuple[StatePools, ...]
     tables: StateTables
-    layers: LayerPlaces = field(metadata={"static": True})
 
     can_run_out: ClassVar[bool] = False
     # Several rows would advance the same state at the same time.
     takes_tiles: ClassVar[bool] = False
+    has_blocks: ClassVar[bool] = False
 
     def __repr__(self) -> str:
         entries = integers(self.tables.pool.num_free, 0)
@@ -553,7 +649,6 @@ class StateGroup:
         cls,
         arrays: Sequence[Sequence[tuple[int, tuple[int, ...], DTypeLike]]],
         *,
-        layers: LayerPlaces,
         num_entries: int,
         num_slots: int,
         block_size: int,
@@ -563,7 +658,6 @@ class StateGroup:
         Args:
           arrays: for each group of recurrent layers, its arrays; each is described by the number of
             layers, the shape of a sequence's state, and the dtype.
-          layers: group of each layer of the model and its index in the group, see `StateGroup`.
           num_entries: P, number of entries in the pools, at least `num_slots`.
           num_slots: S, maximum number of sequences in the cache.
           block_size: C, number of tokens per block of the attention groups.
@@ -579,7 +673,7 @@ class StateGroup:
             )
             for group in arrays
         )
-        return cls(pools, tables, layers)
+        return cls(pools, tables)
 
     @property
     def num_entries(self) -> int:
@@ -598,14 +692,33 @@ class StateGroup:
         """Number of free entries, i32[]."""
         return self.tables.pool.num_free
 
-    @property
-    def carry(self) -> tuple[StatePools, ...]:
-        """The pools of each group of recurrent layers."""
-        return self.pools
-
-    def replace_carry(self, pools: Sequence[Any]) -> "StateGroup":
+    def replace_pools(self, pools: tuple[StatePools, ...]) -> "StateGroup":
         """See `Group`."""
-        return replace(self, pools=tuple(pools))
+        return replace(self, pools=pools)
+
+    def metadata(self, tokens: NewTokens) -> StateMetadata:
+        """See `Group`."""
+        tables, P, rows = self.tables, self.num_entries, self._writing_rows(tokens)
+        return StateMetadata(
+            sources=take_or_fill(tables.sources, rows, fill_value=P),
+            entries=take_or_fill(tables.entries, rows, fill_value=P),
+        )
+
+    def draft_metadata(self, tokens: NewTokens) -> StateMetadata:
+        """See `Group`."""
+        rows = PlannedStates.of_rows(self.tables, self._writing_rows(tokens))
+        return rows.at_step(0, tokens.num_tokens > 0, tokens.starts)
+
+    def _writing_rows(self, tokens: NewTokens) -> jax.Array:
+        return jnp.where(tokens.num_tokens > 0, tokens.rows, self.tables.num_slots)
+
+    def planned_rows(self, planned: None, slots: jax.Array) -> PlannedStates:
+        """Take the entries of the rows from the tables, which contain the plan, see `Group`."""
+        return PlannedStates.of_rows(self.tables, slots)
+
+    def step_metadata(self, rows: PlannedStates, step: DecodeStep) -> StateMetadata:
+        """See `Group`."""
+        return rows.at_step(step.number, step.is_active, step.lengths)
 
     def begin_reserve(self, num_tokens: jax.Array, *, max_tokens: int) -> Begun:
         """See `Group`."""
@@ -682,6 +795,16 @@ class StateGroup:
         """See `Group`."""
         raise NotImplementedError
 
+    def find_prefix(self, query: PrefixQuery) -> FoundPrefix:
+        """See `Group`."""
+        entries, is_found = find_blocks(self.tables.pool, query)
+        return FoundPrefix(entries, None, jnp.pad(is_found, (1, 0), constant_values=True))
+
+    def attach(self, slot: jax.Array, found: FoundPrefix, num_found: jax.Array) -> "StateGroup":
+        """See `Group`."""
+        entry = take_or_fill(found.ids, num_found - 1, fill_value=self.num_entries)
+        return replace(self, tables=attach_state(self.tables, slot, entry))
+
     def publish_snapshots(
         self,
         is_snapshot: jax.Array,
@@ -738,8 +861,8 @@ class StateGroup:
         return take_or_fill(self.tables.entries, slot, fill_value=self.num_entries)
 
 
-def find_layer(layers: LayerPlaces, layer: Any) -> tuple[int, Any]:
-    """Return the index of a layer's group, and the index of the layer in that group.
+def find_layer(layers: LayerPlaces, layer: Any) -> tuple[Any, ...]:
+    """Return the group of a layer and, last, the index of the layer in the pools of the group.
 
     Args:
       layers: see `PagedCache`.
@@ -755,12 +878,13 @@ def find_layer(layers: LayerPlaces, layer: Any) -> tuple[int, Any]:
                 "belongs to none."
             )
         return place
-    if layers != tuple((0, index) for index in range(len(layers))):
+    first = layers[0]
+    if first is None or layers != tuple((*first[:-1], index) for index in range(len(layers))):
         raise ValueError(
             "PagedCache: layer must be a Python integer if layers are in several groups, got a "
             "traced array. Unroll the loop over layers."
         )
-    return 0, cast(Any, layer)
+    return *first[:-1], cast(Any, layer)
 
 
 def locate(

@@ -20,6 +20,9 @@ All groups have the same slots, and a slot has the same length in all groups::
     token_blocks, offsets = locate(cache.tables, slots, positions)       # where the tokens are
     pools = paged_write(pools.k, pools.v, k, v, token_blocks, offsets, layer=layer)
 
+A model instead calls `reserve_rows`, which reserves blocks and returns an `AttentionMetadata` for
+all groups. For several decode steps, `plan` and `PlannedRows` do the same.
+
 The ops that read and write pools are in `paged_jax.kernels`. A loop over layers takes the pools of
 all layers as its carry; afterwards `replace_pools` puts them back into the cache. On CPU, use pools
 in float32, float16 or int8, because XLA does not update other dtypes in place there.
@@ -34,19 +37,21 @@ only need to count the free blocks of the first group.
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from paged_jax.arguments import names_arguments
+from paged_jax.cache.attention_metadata import AttentionMetadata, LayerPlaces
 from paged_jax.cache.blocks import BlockTables
-from paged_jax.cache.blocks.prefix import attach_groups, publish_groups
-from paged_jax.cache.groups import Begun, CacheGroup, Group, LayerPlaces, StateGroup, StatePools
+from paged_jax.cache.blocks.prefix import begin_attach, longest_prefix, publish_groups
+from paged_jax.cache.groups import Begun, CacheGroup, DecodeStep, Group, NewTokens
 from paged_jax.cache.retention import Retention
 from paged_jax.formatting import cut
 from paged_jax.kernels.backend import Pools
+from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
 
 
 @jax.tree_util.register_dataclass
@@ -55,14 +60,17 @@ class PagedCache:
     """The KV cache of a model: one or more groups of layers with the same slots.
 
     The properties `k`, `v`, `k_scale`, `v_scale`, `pools`, `num_kv_heads` and `head_dim` are for
-    caches with a single group. With several groups they raise AttributeError; read them from an
-    element of `groups` instead.
+    caches with a single group of attention layers. With several groups they raise AttributeError;
+    read them from an element of `groups` instead.
 
     Attributes:
-      groups: the groups. The first group keeps the most tokens.
+      groups: the groups, see `Group`. First the groups of attention layers, of which the first one
+        keeps the most tokens; then the group of recurrent layers, if any.
       layers: for each layer of the model, the index of its group and its index in that group
         (static). None for layers without K and V.
-      states: the states of recurrent layers; None if the model has none.
+      recurrent_layers: for each layer of the model, the index of its group, the index of its pools
+        in that group, and its index in these pools (static). None for layers without states. Empty
+        if the model has no recurrent layers.
 
     Example:
       >>> sizes = dict(num_kv_heads=1, block_size=4, head_dim=8, num_slots=2,
@@ -83,15 +91,15 @@ class PagedCache:
       [[0, 1, 2, 3, 16, 16, 16, 16], [8, 8, 2, 0, 8, 8, 8, 8]]
     """
 
-    groups: tuple[CacheGroup, ...]
+    groups: tuple[Group, ...]
     layers: LayerPlaces = field(metadata={"static": True})
-    states: StateGroup | None = None
+    recurrent_layers: LayerPlaces = field(default=(), metadata={"static": True})
 
     def __repr__(self) -> str:
-        return cut(f"PagedCache({', '.join(map(repr, self.all_groups))})")
+        return cut(f"PagedCache({', '.join(map(repr, self.groups))})")
 
     def _repr_html_(self) -> str:
-        return "".join(each.tables._repr_html_() or "" for each in self.groups)  # pyright: ignore[reportPrivateUsage]
+        return "".join(each.tables._repr_html_() or "" for each in self.block_groups)  # pyright: ignore[reportPrivateUsage]
 
     @classmethod
     @names_arguments
@@ -129,30 +137,32 @@ class PagedCache:
 
     def replace_pools(self, pools: Pools) -> "PagedCache":
         """Return a copy of the cache with the pools of its only group replaced."""
-        return replace(self, groups=(self._only_group.replace_pools(pools),))
+        return self.replace_groups([self._only_group.replace_pools(pools), *self.groups[1:]])
 
     def replace_group_pools(self, pools: Sequence[Any]) -> "PagedCache":
         """Return a copy of the cache with all pools replaced, in the order of `group_pools`."""
-        rest = iter(pools)
-        return self.replace_groups(
-            group.replace_carry([next(rest) for _ in group.carry]) for group in self.all_groups
-        )
+        groups = zip(self.groups, pools, strict=True)
+        return self.replace_groups(group.replace_pools(new) for group, new in groups)
 
     def replace_tables(self, tables: Iterable[BlockTables]) -> "PagedCache":
-        """Return a copy of the cache with other block tables, one `BlockTables` per group."""
-        groups = zip(self.groups, tables, strict=True)
-        return replace(self, groups=tuple(replace(group, tables=new) for group, new in groups))
+        """Return a copy of the cache with other tables, one `BlockTables` per `block_groups`."""
+        groups = zip(self.block_groups, tables, strict=True)
+        changed = [replace(group, tables=new) for group, new in groups]
+        return self.replace_groups([*changed, *self.groups[len(changed) :]])
 
-    def replace_groups(self, groups: Iterable[Any]) -> "PagedCache":
-        """Return a copy of the cache with other groups, in the order of `all_groups`."""
-        new, count = tuple(groups), len(self.groups)
-        states = self.states if self.states is None else new[count]
-        return replace(self, groups=new[:count], states=states)
+    def replace_groups(self, groups: Iterable[Group]) -> "PagedCache":
+        """Return a copy of the cache with other groups."""
+        return replace(self, groups=tuple(groups))
 
     @property
-    def group_pools(self) -> tuple[Pools | StatePools, ...]:
-        """The pools of all attention groups, then of all recurrent groups, as a loop carry."""
-        return tuple(pools for group in self.all_groups for pools in group.carry)
+    def group_pools(self) -> tuple[Any, ...]:
+        """The pools of each group, as the carry of loops over layers."""
+        return tuple(group.pools for group in self.groups)
+
+    @property
+    def block_groups(self) -> tuple[CacheGroup, ...]:
+        """The groups of attention layers, which come first in `groups`."""
+        return cast(Any, tuple(group for group in self.groups if group.has_blocks))
 
     @property
     def tables(self) -> BlockTables:
@@ -172,7 +182,7 @@ class PagedCache:
     @property
     def num_free_blocks(self) -> tuple[jax.Array, ...]:
         """Number of free blocks in each group, then of free state entries, if any; i32[] each."""
-        return tuple(group.num_free for group in self.all_groups)
+        return tuple(group.num_free for group in self.groups)
 
     @property
     def num_layers(self) -> int:
@@ -197,20 +207,15 @@ class PagedCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all pools and their scales, without the tables, which are small."""
-        return sum(group.nbytes for group in self.all_groups)
-
-    @property
-    def all_groups(self) -> tuple[Group, ...]:
-        """The groups of attention layers, then the states of recurrent layers, if any."""
-        return self.groups if self.states is None else (*self.groups, self.states)
+        return sum(group.nbytes for group in self.groups)
 
     @property
     def _only_group(self) -> CacheGroup:
-        first, *others = self.groups
+        first, *others = self.block_groups
         if others:
             raise AttributeError(
                 "PagedCache: this property is only for caches with one group of layers, got "
-                f"{len(self.groups)} groups. Use cache.groups."
+                f"{1 + len(others)} groups. Use cache.groups."
             )
         return first
 
@@ -277,7 +282,7 @@ def reserve(
     Raises:
       ValueError: `num_tokens` is not i32[S] or `max_tokens` is not a positive integer.
     """
-    begun = [group.begin_reserve(num_tokens, max_tokens=max_tokens) for group in cache.all_groups]
+    begun = [group.begin_reserve(num_tokens, max_tokens=max_tokens) for group in cache.groups]
     return _finish(cache, begun, backend)
 
 
@@ -290,8 +295,102 @@ def restore(
     only the blocks inside the window. `num_tokens` i32[S] is the number of tokens of each slot; 0
     leaves a slot unchanged. See `reserve` for the other arguments and the result.
     """
-    begun = [group.begin_restore(num_tokens, max_tokens=max_tokens) for group in cache.all_groups]
+    begun = [group.begin_restore(num_tokens, max_tokens=max_tokens) for group in cache.groups]
     return _finish(cache, begun, backend)
+
+
+def reserve_rows(
+    cache: PagedCache,
+    slots: jax.Array,
+    num_tokens: jax.Array,
+    *,
+    max_tokens: int,
+    backend: str | None = None,
+    has_tiles: bool = False,
+    has_drafts: bool = False,
+) -> tuple[PagedCache, jax.Array, AttentionMetadata]:
+    """Reserve blocks for the new tokens of rows, and find the places of the tokens in the cache.
+
+    Args:
+      cache: the cache.
+      slots: i32 ``[B]``, slot of each row, distinct unless `has_tiles` is set. Rows with a negative
+        slot are skipped.
+      num_tokens: i32 ``[B]``, number of new tokens, at most T.
+      max_tokens: T, maximum number of new tokens per row (static).
+      backend: backend that copies shared blocks before they are written, see `reserve`.
+      has_tiles: whether several rows may have the same slot (static). The tokens of these rows are
+        appended to the slot in the order of the rows.
+      has_drafts: whether the tokens are drafts, so that the states of recurrent layers must stay
+        unchanged until it is known which of them are accepted (static).
+
+    Returns:
+      The new cache; ``ok``, bool ``[]``, which is False if there were not enough blocks or a slot
+      does not exist; and the metadata of the tokens. If ``ok`` is False, all rows are skipped.
+
+    Raises:
+      ValueError: `has_tiles` is set, and the cache has states of recurrent layers. Several rows
+        would then advance the state of the same slot at the same time.
+    """
+    if has_tiles and not all(group.takes_tiles for group in cache.groups):
+        raise ValueError(
+            "prefill_tiles: cache must have no states of recurrent layers, because several rows of "
+            "a slot would advance the same state at the same time. Use prefill."
+        )
+    num_slots, lengths, T = cache.num_slots, cache.lengths, max_tokens
+    is_row = slots >= 0
+    # `put_or_drop` ignores indices past the end. (A negative index would count from the end.)
+    rows = jnp.where(is_row, slots, num_slots)
+    starts = take_or_fill(lengths, rows)
+    if has_tiles:
+        before, requested = _sum_by_slot(rows, num_tokens, num_slots)
+        starts, max_tokens = starts + before, rows.size * T
+    else:
+        requested = jnp.zeros(num_slots, jnp.int32)
+        requested = put_or_drop(requested, rows, num_tokens.astype(jnp.int32))
+    # If the index of a slot is too large, request -1 tokens, so that `reserve` returns ok = False.
+    requested = jnp.where(jnp.all(slots < num_slots), requested, -1)
+    cache, ok = reserve(cache, requested, max_tokens=max_tokens, backend=backend)
+    num_tokens = jnp.where(is_row & ok, num_tokens, 0)
+    if has_drafts:
+        cache = plan_drafts(cache, (requested > 0) & ok, lengths)
+
+    steps = jnp.arange(T, dtype=jnp.int32)[None]
+    positions = (starts[:, None] + steps).reshape(-1)
+    owners = jnp.where(steps < num_tokens[:, None], slots[:, None], -1).reshape(-1)
+    tokens = NewTokens(rows, starts, num_tokens, owners, positions)
+    groups = tuple(
+        group.draft_metadata(tokens) if has_drafts else group.metadata(tokens)
+        for group in cache.groups
+    )
+    metadata = AttentionMetadata(
+        seq_lens=jnp.where(num_tokens > 0, starts + num_tokens, 0),
+        num_tokens=num_tokens,
+        positions=jnp.where(owners < 0, -1, positions),
+        groups=groups,
+        layers=cache.layers,
+        recurrent_layers=cache.recurrent_layers,
+        block_size=cache.block_size,
+    )
+    return cache, ok, metadata
+
+
+def _sum_by_slot(
+    rows: jax.Array, num_tokens: jax.Array, num_slots: int
+) -> tuple[jax.Array, jax.Array]:
+    """Count the tokens of each slot, for steps in which several rows have the same slot.
+
+    Returns:
+      For each row, the number of tokens in earlier rows of the same slot, i32 ``[B]``. For each
+      slot, the number of tokens in all of its rows, i32 ``[S]``.
+    """
+    index = jnp.arange(rows.size, dtype=jnp.int32)
+    is_before = (rows[None, :] == rows[:, None]) & (index[None, :] < index[:, None])
+    is_of_slot = rows[None, :] == jnp.arange(num_slots, dtype=jnp.int32)[:, None]
+    before, requested = (
+        jnp.sum(jnp.where(mask, num_tokens[None, :], 0), axis=1, dtype=jnp.int32)
+        for mask in (is_before, is_of_slot)
+    )
+    return before, requested
 
 
 def plan(
@@ -308,7 +407,7 @@ def plan(
       `(cache, plans)`, with the plan of each group: a `ReservePlan`, or None for recurrent layers,
       whose tables contain the plan. All plans have the same `num_tokens`.
     """
-    groups = [group.slide(limits) for group in cache.all_groups]
+    groups = [group.slide(limits) for group in cache.groups]
     if sum(group.can_run_out for group in groups) > 1:
         counts = [g.num_possible(limits, max_tokens=max_tokens) for g in groups if g.can_run_out]
         most = functools.reduce(jnp.minimum, counts, jnp.asarray(most, jnp.int32))
@@ -322,12 +421,60 @@ def plan(
     return cache.replace_groups(groups), tuple(planned)
 
 
+class PlannedRows(NamedTuple):
+    """Blocks and states that `plan` has chosen for the rows of several decode steps.
+
+    Attributes:
+      cache: the cache with the plan.
+      groups: for each group, the plan of the rows, see `Group.planned_rows`.
+    """
+
+    cache: PagedCache
+    groups: tuple[Any, ...]
+
+    @classmethod
+    def take(cls, cache: PagedCache, planned: Sequence[Any], slots: jax.Array) -> "PlannedRows":
+        """Take the plan of the rows with these slots from the results of `plan`.
+
+        Slots i32 ``[B]`` past the end are padding.
+        """
+        groups = zip(cache.groups, planned, strict=True)
+        return cls(cache, tuple(group.planned_rows(each, slots) for group, each in groups))
+
+    def at_step(
+        self, index: int | jax.Array, is_active: jax.Array, lengths: jax.Array
+    ) -> AttentionMetadata:
+        """Find the place of each active row's next token in the cache.
+
+        Args:
+          index: i32 ``[]``, index of the decode step, from 0.
+          is_active: bool ``[B]``, False for rows that get no token.
+          lengths: i32 ``[B]``, sequence lengths without the next token.
+        """
+        cache, C = self.cache, self.cache.block_size
+        columns = (lengths // C)[:, None]
+        seq_lens = jnp.where(is_active, lengths + 1, 0)
+        num_tokens = is_active.astype(jnp.int32)
+        positions = jnp.where(is_active, lengths, -1)
+        step = DecodeStep(index, is_active, lengths, columns, lengths % C)
+        groups = zip(cache.groups, self.groups, strict=True)
+        return AttentionMetadata(
+            seq_lens=seq_lens,
+            num_tokens=num_tokens,
+            positions=positions,
+            groups=tuple(group.step_metadata(rows, step) for group, rows in groups),
+            layers=cache.layers,
+            recurrent_layers=cache.recurrent_layers,
+            block_size=C,
+        )
+
+
 def commit(cache: PagedCache, planned: Sequence[Any], lengths: jax.Array) -> PagedCache:
     """Allocate the planned blocks that were used, and set the lengths of slots to `lengths`.
 
     `lengths` is i32[S]; see `paged_jax.blocks.commit`.
     """
-    pairs = zip(cache.all_groups, planned, strict=True)
+    pairs = zip(cache.groups, planned, strict=True)
     return cache.replace_groups(group.commit(plan, lengths) for group, plan in pairs)
 
 
@@ -337,7 +484,7 @@ def _finish(
     """Apply the reservations of all groups and copy their blocks, if all are possible."""
     possible = [each.is_possible for each in begun if each.is_possible is not None]
     ok = functools.reduce(lambda a, b: a & b, possible)
-    pairs = zip(cache.all_groups, begun, strict=True)
+    pairs = zip(cache.groups, begun, strict=True)
     return cache.replace_groups(group.finish(each, ok, backend) for group, each in pairs), ok
 
 
@@ -346,7 +493,7 @@ def max_drafts(cache: PagedCache, lengths: jax.Array, most: jax.Array) -> jax.Ar
 
     All arguments are i32[B] or, for `most`, a number.
     """
-    limits = [group.max_drafts(lengths) for group in cache.all_groups]
+    limits = [group.max_drafts(lengths) for group in cache.groups]
     return functools.reduce(jnp.minimum, [limit for limit in limits if limit is not None], most)
 
 
@@ -358,7 +505,7 @@ def plan_drafts(cache: PagedCache, is_writer: jax.Array, lengths: jax.Array) -> 
       is_writer: bool[S], whether each slot gets tokens.
       lengths: i32[S], the lengths of the slots before `reserve`.
     """
-    return cache.replace_groups(group.plan_drafts(is_writer, lengths) for group in cache.all_groups)
+    return cache.replace_groups(group.plan_drafts(is_writer, lengths) for group in cache.groups)
 
 
 def accept_drafts(cache: PagedCache, lengths: jax.Array, *, max_tokens: int) -> PagedCache:
@@ -370,7 +517,7 @@ def accept_drafts(cache: PagedCache, lengths: jax.Array, *, max_tokens: int) -> 
       max_tokens: upper bound on the number of rejected tokens of a slot (static).
     """
     return cache.replace_groups(
-        group.accept(lengths, max_tokens=max_tokens) for group in cache.all_groups
+        group.accept(lengths, max_tokens=max_tokens) for group in cache.groups
     )
 
 
@@ -381,7 +528,7 @@ def fork(cache: PagedCache, parents: jax.Array) -> tuple[PagedCache, jax.Array]:
 
 def release(cache: PagedCache, mask: jax.Array) -> PagedCache:
     """Empty the slots for which `mask` bool[S] is True; see `paged_jax.blocks.release`."""
-    return cache.replace_groups(group.release(mask) for group in cache.all_groups)
+    return cache.replace_groups(group.release(mask) for group in cache.groups)
 
 
 def reorder(cache: PagedCache, parents: jax.Array) -> tuple[PagedCache, jax.Array]:
@@ -395,7 +542,7 @@ def _share(
     """Apply `fork` or `reorder` to all groups; the first group decides whether it is possible."""
     groups: list[Group] = []
     ok = None
-    for group in cache.all_groups:
+    for group in cache.groups:
         group, result = share(group, ok)
         groups.append(group)
         ok = result if ok is None else ok
@@ -410,12 +557,12 @@ def truncate(cache: PagedCache, lengths: jax.Array, *, max_tokens: int) -> Paged
       ValueError: the cache has states of recurrent layers, or an argument is invalid, see
         `paged_jax.blocks.truncate`.
     """
-    shortest = [group.shortest_lengths() for group in cache.all_groups]
+    shortest = [group.shortest_lengths() for group in cache.groups]
     # All groups have the same lengths, so the window of a group limits all of them.
     limits = [length for length in shortest if length is not None]
     lengths = functools.reduce(jnp.maximum, limits, lengths)
     return cache.replace_groups(
-        group.truncate(lengths, max_tokens=max_tokens) for group in cache.all_groups
+        group.truncate(lengths, max_tokens=max_tokens) for group in cache.groups
     )
 
 
@@ -444,18 +591,25 @@ def attach_prefix(
 ) -> tuple[PagedCache, jax.Array, jax.Array]:
     """Attach a cached prefix like `attach`, and also return how long it could have been.
 
+    A prefix is possible only if every group has what it needs: see `prefix.find_prefix` for the
+    blocks of tokens. Recurrent layers need a snapshot of their state at the end of the prefix.
+
     Returns:
       ``(cache, num_found, num_possible)``. `num_possible` is i32[], the number of blocks that would
       have been attached if recurrent layers had a snapshot at the end of every block.
     """
-    before = tuple(group.tables for group in cache.groups)
-    states = None if cache.states is None else cache.states.tables
-    tables, states, num_found, num_possible = attach_groups(
-        before, slot, digests, token_ids, num_blocks, states
-    )
-    if cache.states is not None and states is not None:
-        cache = replace(cache, states=replace(cache.states, tables=states))
-    return cache.replace_tables(tables), num_found, num_possible
+    slot, query = begin_attach(cache.tables, slot, digests, token_ids, num_blocks)
+    found = [group.find_prefix(query) for group in cache.groups]
+    of_blocks = [each for group, each in zip(cache.groups, found, strict=True) if group.has_blocks]
+    num_possible = num_found = longest_prefix(of_blocks, query)
+    if len(of_blocks) < len(found):
+        num_found = longest_prefix(found, query)
+    # If no block was found, replace `slot` by an index past the last slot, so that JAX drops all
+    # writes and no slot changes.
+    slot = jnp.where(num_found > 0, slot, cache.num_slots)
+    groups = zip(cache.groups, found, strict=True)
+    cache = cache.replace_groups(group.attach(slot, each, num_found) for group, each in groups)
+    return cache, num_found, num_possible
 
 
 def publish(
@@ -472,15 +626,15 @@ def publish(
     none). For each selected block, the recurrent state after its last token is also added, if it is
     the slot's current state or its mark (see `StateTables`).
     """
-    before, lengths = tuple(group.tables for group in cache.groups), cache.lengths
+    before, lengths = tuple(group.tables for group in cache.block_groups), cache.lengths
     if is_snapshot is not None:
         blocks = slots, columns, digests, token_ids
         cache = cache.replace_groups(
-            group.publish_snapshots(is_snapshot, *blocks, lengths) for group in cache.all_groups
+            group.publish_snapshots(is_snapshot, *blocks, lengths) for group in cache.groups
         )
     return cache.replace_tables(publish_groups(before, slots, columns, digests, token_ids))
 
 
 def forget(cache: PagedCache) -> PagedCache:
     """Remove all blocks from the prefix cache; see `paged_jax.blocks.forget`."""
-    return cache.replace_groups(group.forget() for group in cache.all_groups)
+    return cache.replace_groups(group.forget() for group in cache.groups)

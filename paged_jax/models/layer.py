@@ -93,11 +93,7 @@ class Layer(nnx.Module):
         Returns:
           The new residual stream, of the shape of `x`, and the carry that `attend` returned.
         """
-
-        def attend_here(heads: Any, carry: Any) -> tuple[jax.Array, Any]:
-            return attend(index, heads, carry)
-
-        call = LayerCall(self, stack, index, backend, int8_inputs, attend_here, **inputs)
+        call = LayerCall(self, stack, index, backend, int8_inputs, attend, **inputs)
         for step in self.spec.steps:
             x, carry = step(x, call, carry)
         return x, carry

@@ -15,9 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from paged_jax.cache.attention_metadata import SlotMapping
 from paged_jax.formatting import short_repr
-from paged_jax.kernels.backend import StateRows
+from paged_jax.kernels import paged_rope_write, paged_write
+from paged_jax.kernels.backend import Pools, StateRows
+from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.norm_rope import split_and_rotate
+from paged_jax.kernels.op import backend_for, is_exact
 from paged_jax.models.layer_groups import StateShape
 
 
@@ -58,6 +62,49 @@ class Projection(NamedTuple):
             self.qkv, self.cos, self.sin, self.norms, norm_eps=self.norm_eps, backend=backend
         )
 
+    def write(
+        self, pools: Pools, slot_mapping: SlotMapping, index: int | jax.Array, backend: str | None
+    ) -> tuple[jax.Array, Pools]:
+        """Normalise, rotate, and write keys and values into the pools, in one launch if possible.
+
+        Args:
+          pools: the pools of the layer's group.
+          slot_mapping: where each token is written.
+          index: index of the layer in the pools.
+          backend: backend of the model's ops, see `paged_write`.
+
+        Returns:
+          Queries ``[N, H, D]`` ready for attention, and the new pools.
+
+        Raises:
+          ValueError: the pools have no V.
+        """
+        if pools.v is None:
+            raise ValueError(
+                "PagedModel: cache must have a V pool for layers that have keys and values, got a "
+                "cache with only a K pool. Make the cache with create_cache."
+            )
+        if is_exact(backend):
+            # The sums of the norms must be those of the exact backend.
+            heads = Heads(*self.split(backend), self.scale, self.soft_cap, self.sinks)
+            return heads.write(pools, slot_mapping, index, backend)
+        q_norm, k_norm = self.norms or (None, None)
+        return paged_rope_write(
+            pools.k,
+            pools.v,
+            self.qkv,
+            self.cos,
+            self.sin,
+            *slot_mapping,
+            layer=index,
+            k_scale=pools.k_scale,
+            v_scale=pools.v_scale,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            norm_eps=self.norm_eps,
+            backend=backend_for("rope_write", backend),
+        )
+
 
 @short_repr
 class Heads(NamedTuple):
@@ -90,6 +137,27 @@ class Heads(NamedTuple):
         del backend  # nothing is summed
         assert self.k is not None
         return self.q, self.k, self.k[..., : self.value_dim] if self.v is None else self.v
+
+    def write(
+        self, pools: Pools, slot_mapping: SlotMapping, index: int | jax.Array, backend: str | None
+    ) -> tuple[jax.Array, Pools]:
+        """Write keys and values into the pools, unless the layer has none.
+
+        For the arguments and the result, see `Projection.write`.
+        """
+        if self.k is not None:
+            pools = paged_write(
+                pools.k,
+                pools.v,
+                self.k,
+                self.v,
+                *slot_mapping,
+                layer=index,
+                k_scale=pools.k_scale,
+                v_scale=pools.v_scale,
+                backend=backend_for("write", backend),
+            )
+        return self.q.astype(KVDtype.of(pools.dtype).query_dtype), pools
 
 
 # States of a recurrent layer: an array ``[B, *shape]`` for each `StateShape`, where B is the number

@@ -3,15 +3,16 @@
 
 A subclass defines the computation of its layers, and calls a given function for attention::
 
-    PagedModel   prefill, score, decode     reserve blocks, find places, choose the attention
+    PagedModel   prefill, score, decode     reserve blocks, make an AttentionMetadata
                      |
     subclass     hidden_states(token_ids, positions, attend, carry)
                      in layer i:    out, carry = attend(i, Heads(q, k, v), carry)
                      |
                  logits(hidden)
 
-`attend` writes keys and values into the cache, and attends to the cache. The model itself does not
-handle blocks or lengths. `Decoder` is one such model, `examples/other_models.py` shows another one.
+`attend` writes keys and values into the cache, and attends to the cache, see `paged_attention`. The
+model itself does not handle blocks or lengths. `Decoder` is one such model,
+`examples/other_models.py` shows another one.
 """
 
 from collections.abc import Callable
@@ -24,26 +25,28 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from paged_jax.arguments import ArgumentError, check_positive, names_arguments
+from paged_jax.cache.attention_metadata import AttentionMetadata
 from paged_jax.cache.groups import CacheGroup
-from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.cache.paged_cache import PagedCache, reserve_rows
 from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.kernels import padded_head_dim
 from paged_jax.kernels.op import BACKENDS, exact_variants, is_exact
 from paged_jax.kernels.platforms import default_kv_dtype
 from paged_jax.kernels.weight_formats import Weight, WeightFormat
-from paged_jax.models.batch_places import (
-    BatchPlaces,
-    GroupPools,
-    decode_attention,
-    prefill_attention,
-    reserve_places,
-)
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.layer_attention import Attend, Carry
 from paged_jax.models.layer_groups import layer_places
 from paged_jax.models.matrix_formats import MatrixFormats
+from paged_jax.models.paged_attention import (
+    DecodeAttention,
+    DraftAttention,
+    DraftCarry,
+    PrefillAttention,
+    check_layers,
+    count_common_blocks,
+)
+from paged_jax.models.recurrent_states import DraftStates, GroupPools, create_states
 from paged_jax.models.sequence_attention import sequence_attention
-from paged_jax.models.state_places import create_states
 from paged_jax.models.step_arrays import StepArrays, as_step_arrays
 
 
@@ -368,8 +371,8 @@ class PagedModel(nnx.Module):
         """
         arrays = token_ids, slots, num_tokens
         backend = self.resolve_backend(backend)
-        x, cache, ok, places = self._run_chunks("prefill", cache, arrays, backend)
-        last = jnp.maximum(places.num_tokens - 1, 0)[:, None, None]
+        x, cache, ok, metadata = self._run_chunks("prefill", cache, arrays, backend)
+        last = jnp.maximum(metadata.num_tokens - 1, 0)[:, None, None]
         logits = self.logits(jnp.take_along_axis(x, last, axis=1)[:, 0], backend)
         return logits, cache, ok
 
@@ -432,18 +435,33 @@ class PagedModel(nnx.Module):
         num_tokens: jax.Array,
         *,
         backend: str | None = None,
-    ) -> tuple[jax.Array, PagedCache, jax.Array, BatchPlaces]:
+    ) -> tuple[jax.Array, PagedCache, jax.Array, DraftStates]:
         """Append draft tokens like `score`, but do not change the states of recurrent layers.
 
         Returns:
-          The three results of `score`, and the `BatchPlaces` of the draft tokens. After
-          verification, call `BatchPlaces.advance_postponed` with the number of accepted tokens in
-          each row, and then `paged_cache.accept_drafts`.
+          The three results of `score`, and the states that wait. After verification, call
+          `DraftStates.advance` with the number of accepted tokens in each row, and then
+          `paged_cache.accept_drafts`.
         """
-        arrays = token_ids, slots, num_tokens
+        name, arrays = self._name("score"), (token_ids, slots, num_tokens)
         backend = self.resolve_backend(backend)
-        x, cache, ok, places = self._run_chunks("score", cache, arrays, backend, postpones=True)
-        return self.logits(x, backend), cache, ok, places
+        token_ids, slots, num_tokens = as_step_arrays(name, self.config.vocab_size, *arrays)
+        B, T = token_ids.shape
+        cache, ok, metadata = reserve_rows(
+            cache, slots, num_tokens, max_tokens=T, backend=backend, has_drafts=True
+        )
+        check_layers(name, metadata, self.config.sliding_windows)
+        attend = DraftAttention(PrefillAttention(metadata, self.config, backend))
+        x, carry = self.hidden_states(
+            token_ids.reshape(-1),
+            metadata.positions,
+            attend,
+            DraftCarry(cache.group_pools, ()),
+            backend,
+        )
+        drafts = DraftStates(metadata, carry.recurrences, backend)
+        cache = cache.replace_group_pools(carry.pools)
+        return self.logits(x.reshape(B, T, -1), backend), cache, ok, drafts
 
     @names_arguments
     def decode(
@@ -493,9 +511,9 @@ class PagedModel(nnx.Module):
         token_ids, slots, num_tokens = as_step_arrays(
             self._name("decode"), vocab_size, token_ids, slots
         )
-        cache, ok, places = reserve_places(cache, slots, num_tokens, 1, backend)
+        cache, ok, metadata = reserve_rows(cache, slots, num_tokens, max_tokens=1, backend=backend)
         logits, pools = self.decode_at(
-            cache.group_pools, token_ids, places, cascade=cascade, backend=backend
+            cache.group_pools, token_ids, metadata, cascade=cascade, backend=backend
         )
         return logits, cache.replace_group_pools(pools), ok
 
@@ -503,7 +521,7 @@ class PagedModel(nnx.Module):
         self,
         pools: GroupPools,
         token_ids: jax.Array,
-        places: BatchPlaces,
+        metadata: AttentionMetadata,
         *,
         cascade: bool = False,
         backend: str | None = None,
@@ -514,7 +532,7 @@ class PagedModel(nnx.Module):
           pools: pools of each group of the cache, see `PagedCache.group_pools`. Donate them in
             `jit`.
           token_ids: i32 ``[B]``, new token of each row.
-          places: positions of these tokens in the cache, see `PlannedPlaces.at_step`.
+          metadata: places of these tokens in the cache, see `PlannedRows.at_step`.
           cascade: see `decode`.
           backend: see `decode`.
 
@@ -533,8 +551,11 @@ class PagedModel(nnx.Module):
         backend = self.resolve_backend(backend)
         if cascade and is_exact(backend):
             raise ValueError(f"{name}: cascade must be False with exact numerics, got True.")
-        attend = decode_attention(name, places, self.config, cascade=cascade, backend=backend)
-        x, pools = self.hidden_states(token_ids, places.positions, attend, pools, backend)
+        check_layers(name, metadata, self.config.sliding_windows)
+        if cascade:
+            metadata = count_common_blocks(metadata, self.config)
+        attend = DecodeAttention(metadata, self.config, backend)
+        x, pools = self.hidden_states(token_ids, metadata.positions, attend, pools, backend)
         return self.logits(x, backend), pools
 
     def _name(self, method: str) -> str:
@@ -549,26 +570,26 @@ class PagedModel(nnx.Module):
         backend: str | None,
         *,
         has_tiles: bool = False,
-        postpones: bool = False,
-    ) -> tuple[jax.Array, PagedCache, jax.Array, BatchPlaces]:
+    ) -> tuple[jax.Array, PagedCache, jax.Array, AttentionMetadata]:
         """Reserve blocks for the chunks of a prefill step, and run the layers over the chunks.
 
         Returns:
-          The hidden states ``[B, T, E]``, the new cache, ``ok``, and the `BatchPlaces` of the
-          tokens.
+          The hidden states ``[B, T, E]``, the new cache, ``ok``, and the metadata of the tokens.
         """
+        name = self._name(method)
         token_ids, slots, num_tokens = as_step_arrays(
-            self._name(method), self.config.vocab_size, *arrays, has_tiles=has_tiles
+            name, self.config.vocab_size, *arrays, has_tiles=has_tiles
         )
         B, T = token_ids.shape
-        cache, ok, places = reserve_places(
-            cache, slots, num_tokens, T, backend, has_tiles=has_tiles, postpones=postpones
+        cache, ok, metadata = reserve_rows(
+            cache, slots, num_tokens, max_tokens=T, backend=backend, has_tiles=has_tiles
         )
-        attend = prefill_attention(self._name(method), places, self.config, T, backend)
+        check_layers(name, metadata, self.config.sliding_windows)
+        attend = PrefillAttention(metadata, self.config, backend)
         x, pools = self.hidden_states(
-            token_ids.reshape(-1), places.positions, attend, cache.group_pools, backend
+            token_ids.reshape(-1), metadata.positions, attend, cache.group_pools, backend
         )
-        return x.reshape(B, T, -1), cache.replace_group_pools(pools), ok, places
+        return x.reshape(B, T, -1), cache.replace_group_pools(pools), ok, metadata
 
 
 def _final_states(model: PagedModel, token_ids: jax.Array, num_tokens: jax.Array) -> jax.Array:
@@ -671,7 +692,11 @@ def create_cache(
                 window=group.sliding_window,
             )
         )
+    places = layer_places(config.layer_groups, config.kv_sources)
+    if not config.state_groups:
+        return PagedCache(tuple(groups), places)
     num_states = num_slots if num_states is None else num_states
     states = create_states(config, num_states, num_slots, block_size, dtype, where)
-    places = layer_places(config.layer_groups, config.kv_sources)
-    return PagedCache(tuple(groups), places, states)
+    of_states = layer_places(config.state_groups, range(config.num_hidden_layers))
+    recurrent = tuple(place and (len(groups), *place) for place in of_states)
+    return PagedCache((*groups, states), places, recurrent)

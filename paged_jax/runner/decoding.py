@@ -28,10 +28,9 @@ from jax import lax
 
 from paged_jax.arguments import check_positive
 from paged_jax.cache import paged_cache
-from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.cache.paged_cache import PagedCache, PlannedRows
 from paged_jax.dims import bind
 from paged_jax.formatting import short_repr
-from paged_jax.models.batch_places import PlannedPlaces
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.step_arrays import check_distinct_slots
 from paged_jax.runner.decode_state import DecodeState
@@ -161,17 +160,16 @@ def decode_steps(
     num_wanted = jnp.where(wants_more(first), num_steps, 0)
     cache, planned = _plan_steps(state.cache, first, num_wanted, max_steps, backend)
     num_possible = planned[0].num_tokens
-    rows = PlannedPlaces.of_rows(cache, planned, first.slots)
+    rows = PlannedRows.take(cache, planned, first.slots)
 
     def decode_step(carry: tuple[Any, _Batch, jax.Array]) -> tuple[Any, _Batch, jax.Array]:
         pools, batch, _ = carry
         # The barrier prevents XLA from moving operations on weights out of the loop. On CPUs, every
         # dispatch would otherwise first convert all bfloat16 weights to float32.
         weights, status = lax.optimization_barrier((model, batch.status))
-        active = status == _RUNNING
-        places = rows.at_step(batch.num_steps, active, batch.lengths)
+        metadata = rows.at_step(batch.num_steps, status == _RUNNING, batch.lengths)
         logits, pools = weights.decode_at(
-            pools, batch.token_ids, places, cascade=cascade, backend=backend
+            pools, batch.token_ids, metadata, cascade=cascade, backend=backend
         )
         batch = batch.draw(logits, with_top, weights.resolve_backend(backend))
         return pools, batch, wants_more(batch) & (batch.num_steps < num_possible)
@@ -241,7 +239,7 @@ def verify_steps(
     room = paged_cache.max_drafts(state.cache, starts, room)
     num_drafts = jnp.clip(num_drafts, 0, jnp.clip(room, 0, T))
     fed = jnp.concatenate([first.token_ids[:, None], drafts.astype(jnp.int32)], axis=1)
-    logits, cache, ok, places = model.score_drafts(
+    logits, cache, ok, states = model.score_drafts(
         state.cache, fed, slots, num_drafts + 1, backend=backend
     )
     # The loop also compares the token that is sampled after the last draft token. Pad the draft
@@ -256,7 +254,7 @@ def verify_steps(
 
     first = dataclasses.replace(first, status=jnp.where(ok, first.status, _WAITING))
     batch = lax.while_loop(lambda batch: jnp.any(batch.is_running), draw_next, first)
-    pools = places.advance_postponed(cache.group_pools, batch.lengths - starts)
+    pools = states.advance(cache.group_pools, batch.lengths - starts)
     cache = cache.replace_group_pools(pools)
     cache = paged_cache.accept_drafts(cache, batch.lengths_in(cache), max_tokens=T)
     return batch.put_back(state, cache, ok)

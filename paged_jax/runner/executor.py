@@ -147,7 +147,7 @@ class Executor:
         self._state = None  # Free the old state before the new state is allocated.
         if not self.is_asleep:
             self._state = self._new_state()
-            pools = [group.tables.pool for group in self._state.cache.all_groups]
+            pools = [group.tables.pool for group in self._state.cache.groups]
             self.pool_sizes = [pool.num_blocks for pool in pools]
         self._is_new = True
         self._free_blocks: list[int] | None = self.pool_sizes

@@ -422,7 +422,7 @@ def _decode_calls(programs: Programs, sizes: Sizes) -> list[Call]:
 
 def _swap_calls(programs: Programs, sizes: Sizes, cache: PagedCache) -> list[Call]:
     zero, calls = np.int32(0), []
-    for group, each in enumerate(cache.all_groups):
+    for group, each in enumerate(cache.groups):
         shapes = jax.eval_shape(lambda group: group.read(zero, zero, sizes.swap_width), each)
         piece = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         calls.append(programs.read_blocks.call(zero, zero, group=group))

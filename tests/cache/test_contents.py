@@ -67,7 +67,7 @@ def test_from_bytes_restores_a_cache(make) -> None:
 def test_state_dict_of_a_cache_has_its_fields() -> None:
     cache = new_cache(window=4)
     state = serialization.to_state_dict(cache)
-    assert set(state) == {"groups", "layers", "states"}
+    assert set(state) == {"groups", "layers", "recurrent_layers"}
     group = state["groups"]["0"]
     assert set(group) == {"pools", "tables"}
     assert set(group["pools"]) == {"k", "v", "k_scale", "v_scale"}

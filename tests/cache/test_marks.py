@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from paged_jax.cache.blocks import state_tables
-from paged_jax.cache.blocks.state_tables import StateTables
-from paged_jax.models.state_places import StatePlaces
+from paged_jax.cache.blocks.state_tables import PlannedStates, StateTables
 from tests.support.block_tables import check_states
 from tests.support.entries_model import EntriesModel
 
@@ -52,13 +51,11 @@ class Simulation:
         args = jnp.asarray(is_writer), jnp.asarray(self.lengths), jnp.int32(most)
         self.tables = state_tables.plan_states(self.tables, *args)
         self.plan(limits, most)
-        tables = self.tables
-        ids = (tables.sources, tables.entries, tables.switch_lengths, tables.next_entries)
         P = self.tables.num_entries
-        places = StatePlaces(*ids, P, (), 0)
+        rows = PlannedStates.of_rows(self.tables, jnp.arange(S))
         for step in range(max(limits)):
             active = np.array(limits) > step
-            now = places.at_step(jnp.int32(step), jnp.asarray(active), jnp.asarray(self.lengths))
+            now = rows.at_step(jnp.int32(step), jnp.asarray(active), jnp.asarray(self.lengths))
             sources, entries = now.sources.tolist(), now.entries.tolist()
             before = [self.contents[source] if source < P else () for source in sources]
             for slot in np.flatnonzero(active):
@@ -89,11 +86,9 @@ class Simulation:
         self.tables = state_tables.reserve_states(self.tables, is_writer)
         self.tables = state_tables.plan_marks(self.tables, is_writer, jnp.asarray(lengths), 1)
         self.plan(limits, 1)
-        tables = self.tables
-        ids = (tables.sources, tables.entries, tables.switch_lengths, tables.next_entries)
         P = self.tables.num_entries
-        places = StatePlaces(*ids, P, (), 0).at_step(0, is_writer, jnp.asarray(lengths))
-        sources, entries = places.sources.tolist(), places.entries.tolist()
+        rows = PlannedStates.of_rows(self.tables, jnp.arange(S))
+        sources, entries = (x.tolist() for x in rows.at_step(0, is_writer, jnp.asarray(lengths)))
         before = [self.contents[source] if source < P else () for source in sources]
         for slot in np.flatnonzero(limits):
             assert before[slot] == tuple(self.tokens[slot])

@@ -58,13 +58,14 @@ def make_cache() -> PagedCache:
     arrays = [[(L, (1,), jnp.float32), (L, (2,), jnp.bfloat16)]]
     group = StateGroup.create(
         arrays,
-        layers=(None, None, None, (0, 0), (0, 1)),
         num_entries=NUM_ENTRIES,
         num_slots=S,
         block_size=C,
     )
     poison = jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), group.pools)
-    return PagedCache(groups, ((0, 0), (1, 0), (2, 0), None, None), replace(group, pools=poison))
+    layers = (0, 0), (1, 0), (2, 0), None, None
+    recurrent = None, None, None, (len(groups), 0, 0), (len(groups), 0, 1)
+    return PagedCache((*groups, replace(group, pools=poison)), layers, recurrent)
 
 
 def advance(value, token):
@@ -83,8 +84,8 @@ def expected_state(tokens: list[int], layer: int) -> tuple[float, list[float]]:
 def write(cache: PagedCache, starts: jax.Array, tokens_SN: jax.Array) -> PagedCache:
     """Write the K of tokens, and advance the states of all slots over them; -1 is no token."""
     cache = write_tokens(cache, starts, tokens_SN)
-    assert cache.states is not None
-    tables, pools = cache.states.tables, cache.states.pools[0]
+    *groups, states = cache.groups
+    tables, pools = states.tables, states.pools[0]
     is_written = tokens_SN[:, 0] >= 0
     reads = jnp.where(is_written, tables.sources, NUM_ENTRIES)
     writes = jnp.where(is_written, tables.entries, NUM_ENTRIES)
@@ -97,7 +98,7 @@ def write(cache: PagedCache, starts: jax.Array, tokens_SN: jax.Array) -> PagedCa
             new = jnp.concatenate([last[:, 1:], (token % 100).astype(last.dtype)], axis=1)
             last = jnp.where(token < 0, last, new)
         pools = tuple(map(set_states, rows, (value, last)))
-    return replace(cache, states=replace(cache.states, pools=(pools,)))
+    return cache.replace_groups([*groups, states.replace_pools((pools,))])
 
 
 class Operations(CacheOperations):
@@ -226,9 +227,10 @@ class StatesMachine(CacheMachine):
     @invariant()
     def agrees_with_the_model(self):
         cache = jax.device_get(self.cache)
-        for group in cache.groups:
+        *groups, states = cache.groups
+        for group in groups:
             check_invariants(group.tables)
-        tables, [[values, last]] = cache.states.tables, cache.states.pools
+        tables, [[values, last]] = states.tables, states.pools
         check_states(tables, cache.lengths)
         check_tokens(cache, self.blocks)
         pool, model = tables.pool, self.model

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from paged_jax.cache.blocks import BlockTables
-from paged_jax.cache.blocks.prefix import attach_groups, publish_groups
-from paged_jax.cache.blocks.state_tables import StateTables
+from paged_jax.cache.blocks.prefix import publish_groups
+from paged_jax.cache.groups import CacheGroup, StateGroup
+from paged_jax.cache.paged_cache import PagedCache, attach_prefix
 from tests.support.block_model import Content
 from tests.support.block_tables import i32
 from tests.support.window_model import GroupsModel
@@ -174,25 +175,28 @@ NUM_COLUMNS, WINDOW = 4, 6  # with a window of 6, prefixes of 3 and 4 blocks of 
 def test_attach_finds_the_longest_prefix_that_all_groups_have() -> None:
     """All sets of cached blocks of both groups, and all sets of snapshots of recurrent layers."""
     size, patterns = 4, list(itertools.product([False, True], repeat=NUM_COLUMNS))
-    base = tuple(
-        BlockTables.create(NUM_COLUMNS, 1, NUM_COLUMNS, size, window) for window in (None, WINDOW)
+    sizes: Any = {"block_size": size, "num_slots": 1}
+    heads: Any = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1}
+    blocks: Any = {"num_blocks": NUM_COLUMNS, "max_blocks_per_slot": NUM_COLUMNS}
+    base = (
+        *(CacheGroup.create(**sizes, **heads, **blocks, window=each) for each in (None, WINDOW)),
+        StateGroup.create([], **sizes, num_entries=NUM_COLUMNS),
     )
-    states = StateTables.create(NUM_COLUMNS, 1, size)
     digests = jnp.arange(8 * NUM_COLUMNS, dtype=jnp.uint32).reshape(-1, 8)
     token_ids = jnp.arange(size * NUM_COLUMNS, dtype=jnp.int32).reshape(-1, size)
 
-    def with_cached(tables: Any, is_cached: jax.Array) -> Any:
-        pool = replace(tables.pool, is_cached=is_cached, digests=digests, token_ids=token_ids)
-        return replace(tables, pool=pool)
+    def with_cached(group: Any, is_cached: jax.Array) -> Any:
+        pool = replace(group.tables.pool, is_cached=is_cached, digests=digests, token_ids=token_ids)
+        return replace(group, tables=replace(group.tables, pool=pool))
 
     def attach(is_cached: jax.Array) -> Any:
-        *groups, snapshots = map(with_cached, (*base, states), is_cached)
+        cache = PagedCache(tuple(map(with_cached, base, is_cached)), layers=((0, 0), (1, 0)))
         arguments = jnp.int32(0), digests, token_ids, jnp.int32(NUM_COLUMNS)
-        groups, after, num_found, num_possible = attach_groups(tuple(groups), *arguments, snapshots)
-        assert after is not None
-        rows = [tables.block_tables[0] for tables in groups]
-        lengths = [tables.lengths[0] for tables in groups]
-        return num_found, num_possible, rows, lengths, after.entries[0]
+        cache, num_found, num_possible = attach_prefix(cache, *arguments)
+        *groups, states = cache.groups
+        rows = [group.tables.block_tables[0] for group in groups]
+        lengths = [group.tables.lengths[0] for group in groups]
+        return num_found, num_possible, rows, lengths, states.tables.entries[0]
 
     cases = list(itertools.product(patterns, repeat=3))
     found, possible, rows, lengths, entries = run_all(attach, [np.array(case) for case in cases])

@@ -13,7 +13,7 @@ import pytest
 
 from paged_jax import CompletionOutput, Engine, RequestOutput, SamplingParams, Tokenizer
 from paged_jax.kernels import cascade, num_shared_blocks
-from paged_jax.models import batch_places
+from paged_jax.models import paged_attention
 from paged_jax.runner import runner
 from tests.support.tiny_model import BOS, CONFIG, EOS, SIZES
 from tests.support.workload import Job, check_empty, full_batch, play
@@ -225,7 +225,7 @@ def traced_cascades(layers, monkeypatch) -> list[int]:
         return cascade_attention(*args, **options)
 
     monkeypatch.setattr(cascade, "_MIN_SAVED_TOKENS", 1)
-    monkeypatch.setattr(batch_places, "cascade_attention", traced)
+    monkeypatch.setattr(paged_attention, "cascade_attention", traced)
     return layers
 
 

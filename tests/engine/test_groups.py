@@ -25,7 +25,7 @@ from paged_jax.cache.blocks.table_drawing import draw_tables
 from paged_jax.cache_map import block_text, changes, snapshot
 from paged_jax.engine.beam_search import BeamSearchParams, beam_search
 from paged_jax.kernels import cascade, num_shared_blocks
-from paged_jax.models import batch_places
+from paged_jax.models import paged_attention
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.layer_spec import LayerSpec
 from paged_jax.runner import runner
@@ -315,7 +315,7 @@ def test_cascade_and_grammars_with_windows_match_the_plain_model(
 
     # Cascade attention must be used for these short contexts too.
     monkeypatch.setattr(cascade, "_MIN_SAVED_TOKENS", 1)
-    monkeypatch.setattr(batch_places, "cascade_attention", trace)
+    monkeypatch.setattr(paged_attention, "cascade_attention", trace)
     tokenizer = tokenizer_of_json(tiny_folder, tmp_path / "tokenizer")
     model = models("mixed")
     beginning = [int(token) for token in np.random.default_rng(3).integers(3, 40, 66)]

@@ -260,15 +260,16 @@ def check_division(engine: Engine, num_devices: int) -> None:
     plan = make_plan(engine.config, 1 << 30, "cpu", tensor_parallel_size=num_devices)
     num_sums = lowered.as_text().count('"stablehlo.all_reduce"')
     assert num_sums == collectives(plan, 1).num_all_reduces
-    states = engine.cache.states
-    for pool in () if states is None else states.pools[0]:
+    block_groups = engine.cache.block_groups
+    states = engine.cache.groups[len(block_groups) :]
+    for pool in (pool for group in states for pool in group.pools[0]):
         assert num_devices * part(pool)[0] == pool.shape[2]
     latent = next(filter(None, (spec.find(LatentAttention) for spec in engine.config.layers)), None)
     if latent is not None:  # each device has all latent vectors
         assert engine.cache.v is None
         assert part(engine.cache.k) == (1, engine.block_size, latent.kv.head_dim)
     else:
-        for group in engine.cache.groups:
+        for group in block_groups:
             assert part(group.pools.k)[0] * num_devices == group.pools.k.shape[2]
 
 

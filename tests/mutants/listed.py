@@ -11,21 +11,22 @@ from tests.mutants.mutant import mutant
 from tests.mutants.survivors import SURVIVORS
 
 _TABLES = "paged_jax.cache.blocks.state_tables"
-_PLACES = "paged_jax.models.state_places"
+_PLANNED = f"{_TABLES}:PlannedStates.at_step"
+_RECURRENT = "paged_jax.models.recurrent_states"
 _SCENARIOS = "tests/cache/test_state_scenarios.py"
 _DECODE = f"{_SCENARIOS}::test_a_decode_over_a_multiple_leaves_a_mark"
 _VERIFY = f"{_SCENARIOS}::test_a_verification_that_ends_at_a_multiple_leaves_a_mark"
 _SHARE = f"{_SCENARIOS}::test_slots_that_share_a_state_decode_one_after_the_other"
 _OVERWRITE = f"{_SCENARIOS}::test_a_decode_overwrites_a_snapshot_only_if_no_entry_is_free"
 _SNAPSHOT = f"{_SCENARIOS}::test_a_prefix_without_a_snapshot_is_possible_but_not_found"
-_DRAFTS = "tests/models/test_state_places.py"
+_DRAFTS = "tests/models/test_recurrent_states.py"
 _CONFIG = "tests/models/test_config.py"
 
 STATES = (
     mutant(
         "a snapshot is one token late",
         "cache/states",
-        f"{_PLACES}:StatePlaces.at_step",
+        _PLANNED,
         "lengths >= self.switch_lengths",
         "lengths > self.switch_lengths",
         _DECODE,
@@ -33,7 +34,7 @@ STATES = (
     mutant(
         "a verification writes over its mark",
         "cache/states",
-        f"{_PLACES}:StatePlaces.at_step",
+        _PLANNED,
         "lengths >= self.switch_lengths",
         "lengths > self.switch_lengths",
         _VERIFY,
@@ -65,7 +66,7 @@ STATES = (
     mutant(
         "later steps read the entry of the first step",
         "cache/states",
-        f"{_PLACES}:StatePlaces.at_step",
+        _PLANNED,
         "jnp.where(step == 0, self.sources, self.entries)",
         "self.sources",
         _SHARE,
@@ -73,7 +74,7 @@ STATES = (
     mutant(
         "the first step reads the entry to write",
         "cache/states",
-        f"{_PLACES}:StatePlaces.at_step",
+        _PLANNED,
         "jnp.where(step == 0, self.sources, self.entries)",
         "self.entries",
         _SHARE,
@@ -81,8 +82,8 @@ STATES = (
     mutant(
         "rows without a token write",
         "cache/states",
-        f"{_PLACES}:StatePlaces.at_step",
-        "jnp.where(active, entries, P)",
+        _PLANNED,
+        "jnp.where(is_active, entries, P)",
         "entries",
         _DECODE,
     ),
@@ -113,17 +114,17 @@ STATES = (
     mutant(
         "the states of rejected drafts stay",
         "cache/states",
-        f"{_PLACES}:StatePlaces.advance_postponed",
-        "places.advance(layer, recurrence, carry, num_tokens, exact)",
-        "places.advance(layer, recurrence, carry, jnp.full_like(num_tokens, 3), exact)",
+        f"{_RECURRENT}:DraftStates.advance",
+        "pools, num_tokens, backend",
+        "pools, self.metadata.num_tokens, backend",
         _DRAFTS,
     ),
     mutant(
         "a verification writes states",
         "cache/states",
-        f"{_PLACES}:StatePlaces.advance",
-        "return out, carry",
-        "pass",
+        "paged_jax.models.paged_attention:DraftAttention.__call__",
+        "out = run_without_writing(metadata, layer, inputs, carry.pools, backend)",
+        "out, pools = self.prefill(layer, inputs, carry.pools); carry = DraftCarry(pools, ())",
         _DRAFTS,
     ),
 )

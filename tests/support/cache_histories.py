@@ -1,7 +1,6 @@
 """Random histories of a cache with several groups, compared with a plain model of its blocks."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -65,12 +64,13 @@ def write_tokens(cache: PagedCache, starts: jax.Array, tokens_SN: jax.Array) -> 
         k = group.pools.k.at[0, blocks, 0, offsets, 0].set(values, mode="drop")
         return group.replace_pools(Pools(k, group.pools.v))
 
-    return replace(cache, groups=tuple(map(put, cache.groups)))
+    groups = map(put, cache.block_groups)
+    return cache.replace_groups([*groups, *cache.groups[len(cache.block_groups) :]])
 
 
 def check_tokens(cache: PagedCache, blocks: GroupsModel) -> None:
     """Check the tokens of each slot in all groups, as far as the groups keep them."""
-    for group, model in zip(cache.groups, blocks.models, strict=True):
+    for group, model in zip(cache.block_groups, blocks.models, strict=True):
         for row, tokens in zip(model.blocks, model.tokens, strict=True):
             held = [block for block in row if block is not None]
             kept = group.pools.k[0, held, 0, :, 0].reshape(-1)
@@ -80,7 +80,7 @@ def check_tokens(cache: PagedCache, blocks: GroupsModel) -> None:
 
 def swap(cache: PagedCache, source: jax.Array, target: jax.Array):
     """Read everything of a slot, release it, and restore it in another slot or the same."""
-    num_tokens, groups = cache.lengths[source], range(len(cache.all_groups))
+    num_tokens, groups = cache.lengths[source], range(len(cache.groups))
     saved = [contents.read_blocks(cache, source, 0, width=M, group=group) for group in groups]
     slots = jnp.arange(S, dtype=jnp.int32)
     cache = paged_cache.release(cache, slots == source)

@@ -93,7 +93,7 @@ def finish(engine: Engine) -> dict[str, list[int]]:
 def check_groups(cache: PagedCache) -> None:
     """Check that no group loses blocks, and that no group uses more blocks than the first."""
     num_used = []
-    for group in cache.groups:
+    for group in cache.block_groups:
         check_invariants(group.tables)
         num_used.append(group.num_blocks - int(group.tables.pool.num_free))
     assert max(num_used) == num_used[0]
@@ -103,7 +103,7 @@ def check_empty(engine: Engine) -> None:
     """Check that nothing is left of finished requests, on the device and on the host."""
     check_groups(engine.cache)
     assert engine.cache.groups[0].num_blocks == engine.num_blocks
-    for group in engine.cache.groups:
+    for group in engine.cache.block_groups:
         assert int(group.tables.pool.num_free) == group.num_blocks
         assert group.tables.lengths.tolist() == [0] * engine.max_num_seqs
     scheduler, slots = engine.core.scheduler, engine.core.runner

@@ -2,8 +2,9 @@
 """Prefix cache: publish full blocks, and attach cached blocks to other slots."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,6 @@ from jax.typing import ArrayLike
 
 from paged_jax.cache import block_pool
 from paged_jax.cache.block_pool import BlockPool
-from paged_jax.cache.blocks.state_tables import StateTables, attach_state
 from paged_jax.cache.blocks.tables import BlockTables, check_dtype
 from paged_jax.dims import bind
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill, typed_jit, without_index_checks
@@ -61,63 +61,99 @@ def attach(
       >>> int(num_found), tables.block_tables.tolist(), tables.lengths.tolist()
       (1, [[0, 1], [0, 4]], [6, 4])
     """
-    (tables,), _, num_found, _ = attach_groups((tables,), slot, digests, token_ids, num_blocks)
-    return tables, num_found
+    slot, query = begin_attach(tables, slot, digests, token_ids, num_blocks)
+    found = find_prefix(tables, query)
+    num_found = longest_prefix([found], query)
+    # If no block was found, replace `slot` by an index past the last slot, so that JAX drops all
+    # writes and no slot changes.
+    slot = jnp.where(num_found > 0, slot, tables.num_slots)
+    return start_slot(tables, slot, found.ids, num_found), num_found
 
 
-def attach_groups(
-    groups: Groups,
+class PrefixQuery(NamedTuple):
+    """Full blocks of a sequence that are looked up in the prefix cache.
+
+    Attributes:
+      digests: u32[N, 8], the digest of each block.
+      token_ids: i32[N, C], the tokens in each block.
+      limit: i32[], the number of blocks to look up; the others are padding.
+    """
+
+    digests: jax.Array
+    token_ids: jax.Array
+    limit: jax.Array
+
+
+class FoundPrefix(NamedTuple):
+    """What a group of layers has cached of a sequence, and the prefixes that it can provide.
+
+    Attributes:
+      ids: i32[N], the block or snapshot that was found for each block of the sequence; P for none.
+      num_blocks: i32[], the maximum number of blocks of a prefix; None for no maximum.
+      is_possible: bool[N + 1], whether the group can provide a prefix of 0, 1, ..., N blocks; None
+        for every length up to `num_blocks`.
+    """
+
+    ids: jax.Array
+    num_blocks: jax.Array | None
+    is_possible: jax.Array | None
+
+
+def begin_attach(
+    tables: BlockTables,
     slot: ArrayLike,
     digests: jax.Array,
     token_ids: jax.Array,
     num_blocks: ArrayLike,
-    states: StateTables | None = None,
-) -> tuple[Groups, StateTables | None, jax.Array, jax.Array]:
-    """Attach a prefix of the same length in several groups of layers; see `attach`.
+) -> tuple[jax.Array, PrefixQuery]:
+    """Check the arguments of `attach`, and return the slot and the blocks to look up.
 
-    A prefix is possible only if every group has the blocks that it needs. A group without a window
-    needs all blocks of the prefix. A group with a window needs only the blocks that the next token
-    attends to; its earlier blocks may have been evicted. Recurrent layers (`states` is not None)
-    need a snapshot of their state at the end of the prefix.
-
-    Returns:
-      `(groups, states, num_found, num_possible)`. `num_found` is i32[], the number of blocks in the
-      attached prefix. `num_possible` is i32[], the number that would have been attached if
-      recurrent layers had a snapshot at the end of every block.
+    `tables` belong to the first group. The number of blocks to look up is 0 if the slot is not
+    empty or does not exist.
     """
-    first = groups[0]
-    digests, token_ids = _as_contents("attach", first, digests, token_ids)
-    if len(digests) > first.max_blocks_per_slot:
+    digests, token_ids = _as_contents("attach", tables, digests, token_ids)
+    if len(digests) > tables.max_blocks_per_slot:
         raise ValueError(
-            f"attach: digests must have at most {first.max_blocks_per_slot} rows, got "
+            f"attach: digests must have at most {tables.max_blocks_per_slot} rows, got "
             f"{len(digests)}. Pass only as many blocks as fit into a slot."
         )
     slot, num_blocks = jnp.asarray(slot, jnp.int32), jnp.asarray(num_blocks, jnp.int32)
-    length = take_or_fill(first.lengths, slot, fill_value=-1)
+    length = take_or_fill(tables.lengths, slot, fill_value=-1)
     limit = jnp.where(length == 0, jnp.minimum(num_blocks, len(digests)), 0)
-    found = [_find_blocks(tables.pool, digests, token_ids, limit) for tables in groups]
-    hits = [is_hit for _, is_hit in found]
-    num_possible = num_found = _longest_prefix(groups, hits, limit)
-    entry = None
-    if states is not None:
-        entries, has_state = _find_blocks(states.pool, digests, token_ids, num_possible)
-        has_state = jnp.pad(has_state, (1, 0), constant_values=True)
-        num_found = _longest_prefix(groups, hits, limit, has_state)
-        entry = take_or_fill(entries, num_found - 1, fill_value=states.num_entries)
-    # If no block was found, replace `slot` by an index past the last slot, so that JAX drops all
-    # writes below and no slot changes.
-    slot = jnp.where(num_found > 0, slot, first.num_slots)
-    if states is not None and entry is not None:
-        states = attach_state(states, slot, entry)
-    started = tuple(
-        _start_slot(tables, slot, blocks, num_found)
-        for tables, (blocks, _) in zip(groups, found, strict=True)
-    )
-    return started, states, num_found, num_possible
+    return slot, PrefixQuery(digests, token_ids, limit)
+
+
+def find_prefix(tables: BlockTables, query: PrefixQuery) -> FoundPrefix:
+    """Look up the blocks of a sequence in a group of layers.
+
+    A group without a window needs all blocks of a prefix. A group with a window needs only the
+    blocks that the next token attends to; its earlier blocks may have been evicted.
+    """
+    blocks, is_hit = find_blocks(tables.pool, query)
+    N, rule, block_size = len(is_hit), tables.retention, tables.block_size
+    if not rule.frees:
+        first_miss = jnp.where(is_hit, N, jnp.arange(N, dtype=jnp.int32))
+        return FoundPrefix(blocks, jnp.min(first_miss, initial=N), None)
+    num_missed = jnp.pad(jnp.cumsum(~is_hit, dtype=jnp.int32), (1, 0))
+    num_tokens = jnp.arange(N + 1, dtype=jnp.int32) * block_size
+    cursors = rule.cursor(num_tokens, block_size)
+    return FoundPrefix(blocks, None, rule.has_kept(num_missed, cursors, block_size))
+
+
+def longest_prefix(found: Sequence[FoundPrefix], query: PrefixQuery) -> jax.Array:
+    """Return the number of blocks in the longest prefix that all groups can provide, i32[]."""
+    limits = [each.num_blocks for each in found if each.num_blocks is not None]
+    limit = functools.reduce(jnp.minimum, limits or [query.limit])
+    masks = [each.is_possible for each in found if each.is_possible is not None]
+    if not masks:
+        return limit
+    counts = jnp.arange(len(query.digests) + 1, dtype=jnp.int32)
+    is_possible = functools.reduce(jnp.logical_and, masks, counts <= limit)
+    return jnp.max(jnp.where(is_possible, counts, 0))
 
 
 @without_index_checks
-def _start_slot(
+def start_slot(
     tables: BlockTables, slot: jax.Array, blocks: jax.Array, num_found: jax.Array
 ) -> BlockTables:
     """Write the blocks of a cached prefix into an empty slot, and set its length.
@@ -331,10 +367,8 @@ def forget(tables: BlockTables) -> BlockTables:
 
 
 @without_index_checks
-def _find_blocks(
-    pool: BlockPool, digests: jax.Array, token_ids: jax.Array, limit: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Look up the first `limit` i32[] blocks of a sequence in the prefix cache.
+def find_blocks(pool: BlockPool, query: PrefixQuery) -> tuple[jax.Array, jax.Array]:
+    """Look up the blocks of a sequence in the pool of a group.
 
     A slot must not hold a block twice. So if the same block is found for two positions, it counts
     as found only at the first position.
@@ -342,6 +376,7 @@ def _find_blocks(
     Returns:
       `(blocks, is_found)`: block ids i32[N], and bool[N], whether each block was found.
     """
+    digests, token_ids, limit = query
     size = len(digests)
     index = jnp.arange(size, dtype=jnp.int32)
     blocks = block_pool.find(pool, digests, index < limit)
@@ -349,36 +384,6 @@ def _find_blocks(
     first = jnp.full(pool.num_blocks, size, jnp.int32).at[blocks].min(index, mode="drop")
     is_first = first.at[blocks].get(mode="fill", fill_value=size) == index
     return blocks, is_first & jnp.all(known == token_ids, axis=1)
-
-
-def _longest_prefix(
-    groups: Groups, hits: list[jax.Array], limit: jax.Array, is_allowed: jax.Array | None = None
-) -> jax.Array:
-    """Return the number of blocks in the longest prefix that all groups can provide, i32[].
-
-    Args:
-      groups: the tables of each group.
-      hits: for each group, bool[N], whether each block of the sequence was found.
-      limit: i32[], the maximum number of blocks. Blocks from this index on must be False in `hits`.
-      is_allowed: bool[N + 1], whether the prefix may have 0, 1, ..., N blocks: recurrent layers
-        need a snapshot at its end. None allows every length.
-    """
-    size = len(hits[0])
-    index = jnp.arange(size, dtype=jnp.int32)
-    both = list(zip(groups, hits, strict=True))
-    whole = [is_hit for tables, is_hit in both if not tables.retention.frees]
-    longest = [jnp.min(jnp.where(is_hit, size, index), initial=size) for is_hit in whole]
-    most = functools.reduce(jnp.minimum, longest or [limit])
-    if len(whole) == len(groups) and is_allowed is None:
-        return most
-    counts = jnp.arange(size + 1, dtype=jnp.int32)
-    is_possible = counts <= most if is_allowed is None else (counts <= most) & is_allowed
-    for tables, is_hit in both:
-        rule, size = tables.retention, tables.block_size
-        if rule.frees:
-            num_missed = jnp.pad(jnp.cumsum(~is_hit, dtype=jnp.int32), (1, 0))
-            is_possible &= rule.has_kept(num_missed, rule.cursor(counts * size, size), size)
-    return jnp.max(jnp.where(is_possible, counts, 0))
 
 
 @typed_jit

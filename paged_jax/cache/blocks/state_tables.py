@@ -34,14 +34,17 @@ that the following program can leave a mark there::
     entry          3                5           1            marks: 3, then 5
 """
 
+import functools
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from paged_jax.arguments import check_positive, names_arguments
 from paged_jax.cache import block_pool
+from paged_jax.cache.attention_metadata import StateMetadata
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.formatting import short_repr
 from paged_jax.kernels.opaque_call import take_or_fill, without_index_checks
@@ -119,6 +122,59 @@ class StateTables:
     def num_entries(self) -> int:
         """Number of entries in the pool (P); also the id for "no entry"."""
         return self.pool.num_blocks
+
+
+@short_repr
+class PlannedStates(NamedTuple):
+    """Entries that the rows of a program read and write, in all of its steps.
+
+    Attributes:
+      sources, entries, switch_lengths, next_entries: i32 ``[B]``, see `StateTables`.
+      num_entries: number of entries in the pool (P).
+    """
+
+    sources: jax.Array
+    entries: jax.Array
+    switch_lengths: jax.Array
+    next_entries: jax.Array
+    num_entries: int
+
+    @classmethod
+    def of_rows(cls, tables: StateTables, rows: jax.Array) -> "PlannedStates":
+        """Return the entries of the slots `rows` i32 ``[B]``; P for slots that do not exist."""
+        take = functools.partial(take_or_fill, index=rows, fill_value=tables.num_entries)
+        return cls(
+            sources=take(tables.sources),
+            entries=take(tables.entries),
+            switch_lengths=take(tables.switch_lengths),
+            next_entries=take(tables.next_entries),
+            num_entries=tables.num_entries,
+        )
+
+    def at_step(
+        self, step: int | jax.Array, is_active: jax.Array, lengths: jax.Array
+    ) -> StateMetadata:
+        """Return the entries that one decode step of the program reads and writes.
+
+        The first step reads the source entries. Each later step reads the entries that the previous
+        step has written.
+
+        Args:
+          step: i32 ``[]``, index of the step in its program, from 0.
+          is_active: bool ``[B]``, False for rows that get no token.
+          lengths: i32 ``[B]``, sequence length of each row before the step.
+        """
+        P, is_switching = self.num_entries, self.next_entries < self.num_entries
+        first = jnp.where(step == 0, self.sources, self.entries)
+        entries = jnp.where(
+            is_switching & (lengths >= self.switch_lengths), self.next_entries, self.entries
+        )
+        return StateMetadata(
+            sources=jnp.where(
+                is_switching & (lengths > self.switch_lengths), self.next_entries, first
+            ),
+            entries=jnp.where(is_active, entries, P),
+        )
 
 
 @without_index_checks

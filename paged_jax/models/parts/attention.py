@@ -255,7 +255,7 @@ class Attention(AttentionPart):
     def __call__(self, x: jax.Array, call: LayerCall, carry: Any) -> tuple[jax.Array, Any]:
         """Run attention, see `Part.__call__`."""
         heads, gate = self._project(x, call)
-        out, carry = call.attend(heads, carry)
+        out, carry = call.attend(call.index, heads, carry)
         out = out if gate is None else out * jax.nn.sigmoid(gate)
         out = self.project_out(out.reshape(*x.shape[:-1], -1), call)
         return rounded(multiply(out, self.out_multiplier), call.backend), carry

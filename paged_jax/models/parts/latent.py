@@ -207,7 +207,7 @@ class LatentAttention(AttentionPart):
 
     def __call__(self, x: jax.Array, call: LayerCall, carry: Any) -> tuple[jax.Array, Any]:
         """Run attention, see `Part.__call__`."""
-        out, carry = call.attend(self._project(x, call), carry)
+        out, carry = call.attend(call.index, self._project(x, call), carry)
         w, first = call.matrix("kv_b_proj"), self.sizes.qk_nope_head_dim
         out = _multiply_heads(out, w, call.backend, first)
         out = call.linear(out.reshape(*x.shape[:-1], -1), "o_proj")

@@ -172,7 +172,7 @@ class Mixer(Part):
     def __call__(self, x: jax.Array, call: LayerCall, carry: Any) -> tuple[jax.Array, Any]:
         """Run the recurrence, see `Part.__call__`."""
         mixed = self.mix(x, call)
-        out, carry = call.attend(mixed.recurrence, carry)
+        out, carry = call.attend(call.index, mixed.recurrence, carry)
         out = call.project_out(mixed.finish(out), "mixer_out")
         return rounded(multiply(out, self.out_multiplier), call.backend), carry
 

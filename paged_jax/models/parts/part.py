@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.norm_rope import add_bias
-from paged_jax.models.layer_attention import LayerInputs, Reach
+from paged_jax.models.layer_attention import Attend, Reach
 from paged_jax.models.layer_groups import KVShape, StateShape
 from paged_jax.models.matrices import LayerParameters
 from paged_jax.models.rope import QueryScale, Rope, Rotation, RotationKind
@@ -147,8 +147,8 @@ class LayerCall(LayerParameters):
     which is traced in a scan.
 
     Attributes:
-      attend: function that computes the attention or the recurrence of this layer with the cache,
-        see `layer_attention.Attend`. The index of the layer is already bound.
+      attend: function that computes the attention or the recurrence of a layer with the cache, see
+        `layer_attention.Attend`. Pass it the `index` of this layer.
       positions: i32 ``[...]``, position of each token in its sequence; -1 for padding.
       rotation: rotation of queries and keys; None in layers without attention.
       is_token: bool ``[...]``, False for padding tokens, which use no expert; None if there is no
@@ -157,7 +157,7 @@ class LayerCall(LayerParameters):
         without per-layer embeddings.
     """
 
-    attend: Callable[[LayerInputs, Any], tuple[jax.Array, Any]]
+    attend: Attend[Any]
     positions: jax.Array
     rotation: Rotation | None
     is_token: jax.Array | None = None

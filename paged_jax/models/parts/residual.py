@@ -117,17 +117,10 @@ class Sublayer(Part):
     def __call__(self, x: jax.Array, call: LayerCall, carry: Any) -> tuple[jax.Array, Any]:
         """Run the step, see `Part.__call__`."""
         normed = self.apply_norm(self.input_norm, x, call)
-        out, carry = self.run_part(x, normed, call, carry)
+        out, carry = self.part(normed, call, carry)
+        out = self.part.add_bias(call.all_reduce(out), call)
         out = self.apply_norm(self.output_norm, out, call)
         return self.add(x, normed, out, call), carry
-
-    def run_part(
-        self, x: jax.Array, normed: jax.Array, call: LayerCall, carry: Any
-    ) -> tuple[jax.Array, Any]:
-        """Run the part on the normalised input, and sum the results of all devices."""
-        del x
-        out, carry = self.part(normed, call, carry)
-        return self.part.add_bias(call.all_reduce(out), call), carry
 
     def add(self, x: jax.Array, normed: jax.Array, out: jax.Array, call: LayerCall) -> jax.Array:
         """Add the normalised output to the residual stream."""
@@ -223,11 +216,10 @@ class SeparateExperts(Sublayer):
         del num_devices
         return [2 * hidden_size]
 
-    def run_part(
-        self, x: jax.Array, normed: jax.Array, call: LayerCall, carry: Any
-    ) -> tuple[jax.Array, Any]:
+    def __call__(self, x: jax.Array, call: LayerCall, carry: Any) -> tuple[jax.Array, Any]:
         """Run experts and shared expert, sum the results of all devices, and normalise them."""
         assert self.part.shared is not None
+        normed = self.apply_norm(self.input_norm, x, call)
         router_input = self.apply_norm("router_norm", x, call) * x.shape[-1] ** -0.5
         inputs = self.apply_norm("expert_input_norm", x, call)
         routed = self.part.run_routed(inputs, router_input, call)
@@ -235,7 +227,9 @@ class SeparateExperts(Sublayer):
         out = jnp.concatenate([routed, shared], axis=-1)
         routed, shared = jnp.split(call.all_reduce(out), 2, axis=-1)
         routed = self.apply_norm("expert_out_norm", routed, call)
-        return routed + self.apply_norm("shared_out_norm", shared, call), carry
+        out = routed + self.apply_norm("shared_out_norm", shared, call)
+        out = self.apply_norm(self.output_norm, out, call)
+        return self.add(x, normed, out, call), carry
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
