@@ -13,8 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax import LLM, SamplingParams
-from paged_jax.kernels.backend import AttentionArgs, Backend, Kernel, Options, Pools, Problem
+from paged_jax.kernels.backend import Backend, Kernel
 from paged_jax.kernels.op import add_backend
+from paged_jax.kernels.op_args import AttentionArgs, Options
+from paged_jax.kernels.pools import Pools
+from paged_jax.kernels.problem import Problem
 
 
 def refusal(problem: Problem) -> str | None:

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.kv_dtypes import KVDtype
+from paged_jax.kernels.pools import Pools
 
 
 class Heads(NamedTuple):

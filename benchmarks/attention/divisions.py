@@ -16,7 +16,7 @@ from benchmarks.attention.peers import Peer, Variants
 from benchmarks.attention.programs import JaxCall
 from benchmarks.common.process import PeerUnavailable
 from benchmarks.schedule.rules import PARTITION
-from paged_jax.kernels.backend import AttentionArgs, Options
+from paged_jax.kernels.op_args import AttentionArgs, Options
 from paged_jax.kernels.triton import decode
 
 

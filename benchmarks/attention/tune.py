@@ -48,9 +48,10 @@ from benchmarks.attention.programs import (
 from benchmarks.common.device_time import Rates, measure_rates, take_turns
 from benchmarks.common.environment import environment, write_json
 from paged_jax.kernels import gpu_device
-from paged_jax.kernels.backend import AttentionArgs, Interpret, Options
+from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.call_table import CallShape
 from paged_jax.kernels.kv_dtypes import KVDtype
+from paged_jax.kernels.op_args import AttentionArgs, Options
 from paged_jax.kernels.triton import tuning
 from paged_jax.kernels.triton.decode import decode
 from paged_jax.kernels.triton.prefill import prefill

@@ -48,8 +48,8 @@ from benchmarks.gpu.cases import (
 )
 from benchmarks.gpu.defaults import default_lines
 from paged_jax.kernels import BACKENDS
-from paged_jax.kernels.backend import PoolOp
 from paged_jax.kernels.op import backends_of
+from paged_jax.kernels.problem import PoolOp
 
 # JAX's name of the platform of a program, by the platform of a device.
 _PLATFORMS = {"gpu": "cuda"}

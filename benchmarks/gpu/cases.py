@@ -27,9 +27,10 @@ from paged_jax.kernels import (
     paged_write,
     ragged_paged_attention,
 )
-from paged_jax.kernels.backend import ATTENTION, PoolOp, Pools
 from paged_jax.kernels.call_table import CallShape
 from paged_jax.kernels.kv_dtypes import KVDtype
+from paged_jax.kernels.pools import Pools
+from paged_jax.kernels.problem import ATTENTION, PoolOp
 
 UPDATES: tuple[PoolOp, ...] = ("write", "rope_write", "copy_blocks")
 """Ops that change the pools."""

@@ -24,7 +24,7 @@ from paged_jax.cache.blocks import BlockTables
 from paged_jax.cache.groups import CacheGroup, Group, find_layer, locate
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.flax_versions import check_installed_flax
-from paged_jax.kernels.backend import Pools
+from paged_jax.kernels.pools import Pools
 
 
 def read_blocks(

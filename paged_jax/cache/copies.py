@@ -7,8 +7,8 @@ The groups of a cache use them when sequences are swapped, see `cache.groups.Gro
 import jax
 import jax.numpy as jnp
 
-from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.opaque_call import without_index_checks
+from paged_jax.kernels.pools import Pools
 from paged_jax.kernels.rows import set_rows
 
 

@@ -70,10 +70,10 @@ from paged_jax.cache.copies import num_values_blocks, read_pools, write_pools
 from paged_jax.cache.retention import Retention
 from paged_jax.dims import bind
 from paged_jax.formatting import cut, integers, shortened
-from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.kv_dtypes import SCALE_DTYPE, check_pool_dtype
 from paged_jax.kernels.op import backend_for
 from paged_jax.kernels.opaque_call import take_or_fill, without_index_checks
+from paged_jax.kernels.pools import Pools
 from paged_jax.kernels.rows import pool_of_zeros, set_rows
 from paged_jax.kernels.writing import check_num_rows, copy_blocks
 

@@ -50,8 +50,8 @@ from paged_jax.cache.blocks.prefix import begin_attach, longest_prefix, publish_
 from paged_jax.cache.groups import Begun, CacheGroup, DecodeStep, Group, NewTokens
 from paged_jax.cache.retention import Retention
 from paged_jax.formatting import cut
-from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
+from paged_jax.kernels.pools import Pools
 
 
 @jax.tree_util.register_dataclass

@@ -1,6 +1,6 @@
-"""Choice of the number of blocks in an engine's pool, and of the dtype of K and V.
+"""Choice of the number of blocks in an engine's pool.
 
-Without the option `kv_dtype`, the dtype is `kernels.rows.default_kv_dtype`.
+The dtype of K and V is the option `kv_dtype`, or else `kernels.platforms.default_kv_dtype`.
 """
 
 from typing import NamedTuple

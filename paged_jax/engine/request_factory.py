@@ -1,4 +1,4 @@
-"""`RequestFactory`: checks and tokenizes prompts, and creates requests."""
+"""`RequestFactory`: checks arguments, tokenizes prompts, and creates requests."""
 
 import dataclasses
 import functools

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from paged_jax import dims
 from paged_jax.arguments import names_arguments
-from paged_jax.kernels.backend import AttentionArgs, Interpret, Pools, Problem
+from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.checks import (
     as_arrays,
     as_int32,
@@ -44,6 +44,9 @@ from paged_jax.kernels.checks import (
 )
 from paged_jax.kernels.gradients import attend_differentiably
 from paged_jax.kernels.op import Op
+from paged_jax.kernels.op_args import AttentionArgs
+from paged_jax.kernels.pools import Pools
+from paged_jax.kernels.problem import Problem
 from paged_jax.kernels.xla.attention import attend as plain_attend
 
 DECODE = Op("decode", plain_attend, Problem.of_attention, attend_differentiably)

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 
-from paged_jax.kernels.backend import ATTENTION, Problem
 from paged_jax.kernels.kv_dtypes import KVDtype
+from paged_jax.kernels.problem import ATTENTION, Problem
 
 Entry = TypeVar("Entry")
 

@@ -16,7 +16,7 @@ from jax import lax
 from paged_jax.arguments import names_arguments
 from paged_jax.dims import bind
 from paged_jax.kernels.attention import attend
-from paged_jax.kernels.backend import AttentionArgs, Interpret, Pools
+from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.checks import (
     as_arrays,
     as_int32,
@@ -26,6 +26,8 @@ from paged_jax.kernels.checks import (
     pool_letters,
 )
 from paged_jax.kernels.kv_dtypes import wider_dtype
+from paged_jax.kernels.op_args import AttentionArgs
+from paged_jax.kernels.pools import Pools
 
 # Minimum number of token reads that sharing must save. If it saved fewer, it would cost more time
 # than it saves, because the shared blocks are read in a second pass, which takes about 0.06 ms

@@ -16,9 +16,10 @@ from jax.core import Tracer
 from jax.sharding import AxisType
 
 from paged_jax.dims import check_sizes
-from paged_jax.kernels.backend import Options, Pools
 from paged_jax.kernels.kv_dtypes import QUANTISED, SCALE_DTYPE, KVDtype, check_pool_dtype
+from paged_jax.kernels.op_args import Options
 from paged_jax.kernels.padding import round_up_to_lanes
+from paged_jax.kernels.pools import Pools
 
 # Maximum `value_dim`. It is far above the values of real models, and catches mistyped numbers.
 _MAX_VALUE_DIM = 1 << 16

@@ -1,4 +1,4 @@
-"""Derivatives of functions that JAX cannot differentiate, and errors in place of wrong ones."""
+"""Tools for derivatives: those of a plain function for a kernel, and errors for wrong ones."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Default backends of calls on GPUs, from measurements.
+"""Backends of calls on GPUs that were measured faster than the default, which `op` decides.
 
 Several backends have kernels for the same GPU. ``python -m benchmarks.gpu.defaults`` reads results
 of measurements, and writes the fastest backend of each call to `gpu_defaults.json`::
@@ -21,9 +21,9 @@ import os
 from pathlib import Path
 from typing import Any, get_args
 
-from paged_jax.kernels.backend import PoolOp, Problem
 from paged_jax.kernels.call_table import CallShape, CallTable, parse_table
 from paged_jax.kernels.gpu_device import device
+from paged_jax.kernels.problem import PoolOp, Problem
 
 # Environment variable with the path of a table to read instead of `gpu_defaults.json`.
 DEFAULTS_VARIABLE = "PAGED_JAX_GPU_DEFAULTS"

@@ -31,11 +31,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
-from paged_jax.kernels.backend import AttentionArgs, Options, Pages, Pools
 from paged_jax.kernels.derivatives import differentiable_once
 from paged_jax.kernels.kv_dtypes import KVDtype, wider_dtype
 from paged_jax.kernels.op import OpCall
+from paged_jax.kernels.op_args import AttentionArgs, Options
 from paged_jax.kernels.opaque_call import typed_jit, without_index_checks
+from paged_jax.kernels.pools import Pages, Pools
 
 # Maximum number of query tokens in a loop step. They belong to one long chunk or to several short
 # chunks.

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.kernels.backend import AttentionArgs
+from paged_jax.kernels.op_args import AttentionArgs
 
 # A large batch has `_WAVES` parts for each program instance that the GPU can run at the same time.
 # As parts have different lengths, a waiting part can then start whenever a shorter part ends.

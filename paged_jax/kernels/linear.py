@@ -19,9 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.formatting import short_repr
-from paged_jax.kernels.backend import GroupedLinearArgs, Interpret, LinearArgs, spread
+from paged_jax.kernels.backend import Interpret, spread
 from paged_jax.kernels.derivatives import differentiable_once
 from paged_jax.kernels.op import Op, OpCall, is_exact
+from paged_jax.kernels.op_args import GroupedLinearArgs, LinearArgs
 from paged_jax.kernels.weight_formats import Stack, Weight
 from paged_jax.kernels.xla import linear as plain
 

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
-from paged_jax.kernels.backend import Options, Pools, RopeWriteArgs, WriteArgs
 from paged_jax.kernels.exact import inverse_root, rounded
 from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.linear import sum_rows
+from paged_jax.kernels.op_args import Options, RopeWriteArgs, WriteArgs
+from paged_jax.kernels.pools import Pools
 from paged_jax.kernels.xla.writes import write as plain_write
 
 # Maps the names in ``config.json`` to activation functions.

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""What an op is, which backends have kernels for it, and how a call chooses between them.
+"""What an op is, and which backend runs a call: the named one, or the best of each platform.
 
 An `Op` has a meaning in plain JAX. A `Backend` is a set of `Kernel`s, by the names of their ops.
 A public function binds and checks its arguments, and calls the op::
@@ -33,8 +33,9 @@ import jax
 from jax import lax
 from jax.core import Tracer
 
-from paged_jax.kernels.backend import Backend, Interpret, Kernel, Problem
+from paged_jax.kernels.backend import Backend, Interpret, Kernel
 from paged_jax.kernels.derivatives import with_plain_gradients
+from paged_jax.kernels.problem import Problem
 
 _logger = logging.getLogger(__name__)
 
@@ -197,7 +198,7 @@ def choose_backend(problem: Problem, platform: str) -> BackendChoice:
     """Return the backend that ``backend=None`` selects on a platform, and the reason.
 
     Args:
-      problem: the call, see `paged_jax.kernels.backend.Problem`.
+      problem: the call, see `paged_jax.kernels.problem.Problem`.
       platform: JAX's name of the platform: ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``.
     """
     return _choose(problem.op, problem, platform, _refusal_here)

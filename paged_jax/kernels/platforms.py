@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""What the devices of a platform do: memory, copies of weights, and formats that are read in place.
+"""What the devices of a platform do: default dtype of K and V, copies, formats of weights.
 
 Models, loaders and memory plans ask these questions before they make arrays or programs. A platform
 is ``jax.Device.platform``: ``"cpu"`` (the CPU of this machine), ``"gpu"`` or ``"tpu"``. CPUs with

@@ -28,13 +28,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from paged_jax import dims
 from paged_jax.arguments import names_arguments
-from paged_jax.kernels.backend import (
-    Interpret,
-    Pages,
-    Problem,
-    RaggedArgs,
-    RaggedOptions,
-)
+from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.checks import (
     as_arrays,
     as_int32,
@@ -50,7 +44,10 @@ from paged_jax.kernels.derivatives import differentiable_once
 from paged_jax.kernels.gradients import attention_gradients
 from paged_jax.kernels.kv_dtypes import wider_dtype
 from paged_jax.kernels.op import Op, OpCall
+from paged_jax.kernels.op_args import RaggedArgs, RaggedOptions
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
+from paged_jax.kernels.pools import Pages
+from paged_jax.kernels.problem import Problem
 from paged_jax.kernels.ragged_chunks import cut_into_tiles, find_chunks, find_rows
 from paged_jax.kernels.xla import attention as plain
 

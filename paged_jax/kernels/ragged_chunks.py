@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from paged_jax.kernels.backend import AttentionArgs, RaggedArgs, RaggedOptions
+from paged_jax.kernels.op_args import AttentionArgs, RaggedArgs, RaggedOptions
 from paged_jax.kernels.opaque_call import take_or_fill
 
 

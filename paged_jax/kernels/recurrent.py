@@ -15,13 +15,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from paged_jax.kernels.backend import (
-    ConvolutionStep,
-    RecurrentStep,
-    StateRows,
-    StateStep,
-)
 from paged_jax.kernels.op import Op
+from paged_jax.kernels.state_rows import ConvolutionStep, RecurrentStep, StateRows, StateStep
 from paged_jax.kernels.xla.recurrent import advance_rows, apply_recurrence, convolve
 
 # The states of a batch, given either as an array or as entries of a pool.

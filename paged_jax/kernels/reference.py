@@ -9,17 +9,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from paged_jax.kernels.backend import (
-    AttentionArgs,
-    Backend,
-    Kernel,
-    Options,
-    Pages,
-    Pools,
-    RaggedArgs,
-    RaggedOptions,
-)
+from paged_jax.kernels.backend import Backend, Kernel
 from paged_jax.kernels.kv_dtypes import KVDtype, wider_dtype
+from paged_jax.kernels.op_args import AttentionArgs, Options, RaggedArgs, RaggedOptions
+from paged_jax.kernels.pools import Pages, Pools
 from paged_jax.kernels.ragged_chunks import find_chunks, find_rows
 
 

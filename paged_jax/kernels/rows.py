@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.backend import StateRows
 from paged_jax.kernels.bits import as_bits, bits_of, from_bits, take_rows
 from paged_jax.kernels.native.kernels import ELEMENTS, NativeKernel
 from paged_jax.kernels.native.library import call
 from paged_jax.kernels.opaque_call import without_index_checks
+from paged_jax.kernels.state_rows import StateRows
 
 # Minimum size in bytes of the arrays that the kernel for CPUs fills with zeros. For smaller arrays,
 # it is not worth compiling the kernel.

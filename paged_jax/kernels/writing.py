@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""The public ops that change the pools: writes of keys and values, and copies of blocks.
+"""The ops that change the pools, with their derivatives: writes of K and V, copies of blocks.
 
 All ops return new pools. If the pools are donated, they are updated in place, without a temporary
 copy. Pass whole pools to the ops, because slicing out a layer would copy it.
@@ -12,15 +12,7 @@ import jax.numpy as jnp
 
 from paged_jax import dims
 from paged_jax.arguments import names_arguments
-from paged_jax.kernels.backend import (
-    CopyArgs,
-    Interpret,
-    Options,
-    Pools,
-    Problem,
-    RopeWriteArgs,
-    WriteArgs,
-)
+from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.checks import (
     as_arrays,
     as_int32,
@@ -37,7 +29,10 @@ from paged_jax.kernels.derivatives import without_derivative
 from paged_jax.kernels.kv_dtypes import KVDtype, wider_dtype
 from paged_jax.kernels.norm_rope import rope_then_write
 from paged_jax.kernels.op import Op, OpCall
+from paged_jax.kernels.op_args import CopyArgs, Options, RopeWriteArgs, WriteArgs
 from paged_jax.kernels.opaque_call import without_index_checks
+from paged_jax.kernels.pools import Pools
+from paged_jax.kernels.problem import Problem
 from paged_jax.kernels.rows import set_rows
 from paged_jax.kernels.xla.writes import copy_blocks as plain_copy_blocks
 from paged_jax.kernels.xla.writes import write as plain_write

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""`ModelConfig`: the configuration of a decoder of any family.
+"""`ModelConfig`: the configuration of a decoder, with the layers that share keys and values.
 
 It derives from its layers what concerns several of them: the groups of the cache, and `kv_sources`,
 the layers whose keys and values other layers read.

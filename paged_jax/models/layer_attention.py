@@ -18,10 +18,11 @@ from jax.typing import DTypeLike
 from paged_jax.cache.attention_metadata import SlotMapping
 from paged_jax.formatting import short_repr
 from paged_jax.kernels import paged_rope_write, paged_write
-from paged_jax.kernels.backend import Pools, StateRows
 from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.norm_rope import split_and_rotate
 from paged_jax.kernels.op import backend_for, is_exact
+from paged_jax.kernels.pools import Pools
+from paged_jax.kernels.state_rows import StateRows
 from paged_jax.models.layer_groups import StateShape
 
 

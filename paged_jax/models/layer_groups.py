@@ -1,4 +1,4 @@
-"""Types of layers, the shapes of the data they keep in a cache, and groups of layers.
+"""Groups of layers in a cache, and the shapes of what each layer keeps there.
 
 `CacheSpec` is the contract of the groups of a model's cache on the host: `LayerGroup` keeps tokens,
 `RecurrentLayers` keep a state. On the device, it is `cache.groups.Group`.

@@ -21,11 +21,11 @@ from jax.typing import DTypeLike
 
 from paged_jax.cache.attention_metadata import AttentionMetadata
 from paged_jax.cache.groups import StateGroup, find_layer
-from paged_jax.kernels.backend import StateRows
 from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.op import is_exact
 from paged_jax.kernels.padding import padded_state_shape
 from paged_jax.kernels.rows import set_states, take_states
+from paged_jax.kernels.state_rows import StateRows
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.layer_attention import Recurrence, States
 

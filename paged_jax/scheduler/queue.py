@@ -1,4 +1,4 @@
-"""Queue of waiting sequences, slots of running sequences, and deadlines of requests.
+"""Order of waiting sequences, in turns of the clients; running slots, and deadlines.
 
 `FairQueue` decides the order of waiting sequences: by priority, then in turns of the clients.
 """

@@ -1,7 +1,7 @@
-"""`Request` and its `Sequence`s, one for each sample. Plain Python without arrays.
+"""`Request` and its `Sequence`s: their tokens, and where snapshots of recurrent states are taken.
 
-`Sequence.snapshot_points` decides after which prompt tokens a recurrent state is published as a
-snapshot. `admission` adds the ends of shared prefixes to them, and `ModelRunner.publish` publishes.
+`Sequence.snapshot_points` decides after which prompt tokens a state is published. `admission` adds
+the ends of shared prefixes to them, and `ModelRunner.publish` publishes.
 """
 
 import dataclasses

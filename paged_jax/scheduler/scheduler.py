@@ -1,4 +1,6 @@
-"""Scheduler for continuous batching, in plain Python without jax.
+"""Scheduler for continuous batching: preempts sequences, and rejects those that never fit.
+
+It is plain Python without jax.
 
 The scheduler only makes decisions. It knows requests, numbers of blocks and numbers of tokens, but
 no arrays and no block ids. It calls a `BlockMemory` to change the contents of slots. A step of the

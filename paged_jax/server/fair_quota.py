@@ -1,4 +1,4 @@
-"""`FairQuota`: divides samples and streams fairly between clients."""
+"""`FairQuota`: limits the samples and streams of each client. `scheduler.queue` orders them."""
 
 import contextlib
 from collections import Counter

@@ -21,8 +21,8 @@ from benchmarks.step.cases import gpu_cases
 from benchmarks.step.programs import VARIANTS
 from paged_jax import generate
 from paged_jax.kernels import gpu_defaults
-from paged_jax.kernels.backend import PoolOp
 from paged_jax.kernels.call_table import CallShape
+from paged_jax.kernels.problem import PoolOp
 from paged_jax.kernels.triton import tuning
 from tests.support import ROOT
 

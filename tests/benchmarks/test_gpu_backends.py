@@ -17,9 +17,9 @@ from benchmarks.common.device_time import Rates
 from benchmarks.gpu import backends, cases, defaults
 from benchmarks.gpu.cases import OpCase, make_op_inputs
 from paged_jax.kernels import op as kernel_op
-from paged_jax.kernels.backend import PoolOp
 from paged_jax.kernels.call_table import CallShape
 from paged_jax.kernels.mosaic_gpu import launch
+from paged_jax.kernels.problem import PoolOp
 from tests.benchmarks.test_attention import random_numbers
 from tests.support.kernel_cases import lower
 

@@ -22,8 +22,8 @@ from paged_jax.cache import PagedCache, paged_cache
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.cache.groups import StateGroup
 from paged_jax.cache.sequence_blocks import max_blocks_in_window
-from paged_jax.kernels.backend import StateRows
 from paged_jax.kernels.rows import set_states, take_states
+from paged_jax.kernels.state_rows import StateRows
 from tests.support.block_tables import as_arrays, check_states, contents_of, i32, publish
 from tests.support.cache_histories import (
     JIT,

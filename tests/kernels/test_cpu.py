@@ -14,9 +14,10 @@ import pytest
 from jax.experimental import serialize_executable
 
 from paged_jax.kernels import choose_backend, load_cpu_kernels, paged_attention
-from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.linear import Stack, Weight, linear
 from paged_jax.kernels.native import library
+from paged_jax.kernels.op_args import Options
+from paged_jax.kernels.problem import Problem
 from paged_jax.kernels.rows import pool_of_zeros
 from paged_jax.models.codecs.dtype_formats import quantise
 from tests.support.compiler import needs_compiler

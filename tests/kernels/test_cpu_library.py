@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from paged_jax.kernels import choose_backend
-from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.linear import linear
 from paged_jax.kernels.native import compiler, library
 from paged_jax.kernels.native.compiler import compile_library
+from paged_jax.kernels.op_args import Options
+from paged_jax.kernels.problem import Problem
 from tests.support import compiler as compiler_support
 from tests.support.compiler import needs_compiler, needs_vnni
 from tests.support.paged_batch import PagedBatch, queries

@@ -8,11 +8,12 @@ import pytest
 
 from benchmarks.gpu import defaults
 from paged_jax.kernels import gpu_defaults, gpu_device
-from paged_jax.kernels.backend import ATTENTION, Options, PoolOp, Problem
 from paged_jax.kernels.call_table import CallShape
 from paged_jax.kernels.gpu_device import GpuInfo
 from paged_jax.kernels.mosaic_gpu import launch
 from paged_jax.kernels.op import choose_backend
+from paged_jax.kernels.op_args import Options
+from paged_jax.kernels.problem import ATTENTION, PoolOp, Problem
 from tests.kernels.test_triton_write import problem as problem_of_write
 from tests.support.kernel_cases import Case
 

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from paged_jax.kernels.backend import AttentionArgs, Options, Pools, WriteArgs
 from paged_jax.kernels.cascade import merge_attention
 from paged_jax.kernels.kv_dtypes import quantise
+from paged_jax.kernels.op_args import AttentionArgs, Options, WriteArgs
 from paged_jax.kernels.ops import OPS
+from paged_jax.kernels.pools import Pools
 from tests.support import oracles
 
 REFERENCE, XLA = "reference", "xla"

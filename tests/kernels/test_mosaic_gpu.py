@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from paged_jax.kernels import gpu_device
-from paged_jax.kernels.backend import Options, Pools, Problem
 from paged_jax.kernels.gpu_device import GpuInfo
 from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.mosaic_gpu import backend, flash_decode, launch
 from paged_jax.kernels.op import choose_backend
+from paged_jax.kernels.op_args import Options
+from paged_jax.kernels.pools import Pools
+from paged_jax.kernels.problem import Problem
 from tests.kernels.test_rope_write import check, make_new
 from tests.kernels.test_triton_write import problem
 from tests.kernels.test_writing import (

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from paged_jax.kernels import gpu_device
-from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.gpu_device import GpuInfo
 from paged_jax.kernels.mosaic_gpu import backend, launch
 from paged_jax.kernels.mosaic_gpu.query_tiles import PrefillSizes
 from paged_jax.kernels.op import backend_for
+from paged_jax.kernels.op_args import Options
+from paged_jax.kernels.problem import Problem
 from tests.support.aot_cases import asked_for
 from tests.support.paged_batch import PagedBatch, queries
 from tests.support.processes import run_on_devices

@@ -20,16 +20,12 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from paged_jax.kernels import choose_backend
-from paged_jax.kernels.backend import (
-    ConvolutionStep,
-    Options,
-    Problem,
-    RecurrentStep,
-    StateRows,
-)
 from paged_jax.kernels.mosaic_tpu import recurrent
 from paged_jax.kernels.mosaic_tpu.attention import refusal
 from paged_jax.kernels.mosaic_tpu.kernel import choose_tiling
+from paged_jax.kernels.op_args import Options
+from paged_jax.kernels.problem import Problem
+from paged_jax.kernels.state_rows import ConvolutionStep, RecurrentStep, StateRows
 from paged_jax.kernels.xla import recurrent as plain
 from tests.support import ROOT
 from tests.support.kernel_cases import Case, lower

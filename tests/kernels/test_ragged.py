@@ -17,9 +17,10 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
 )
 
 from paged_jax.kernels import paged_prefill_attention, ragged_paged_attention
-from paged_jax.kernels.backend import Pages, RaggedArgs, RaggedOptions
 from paged_jax.kernels.mosaic_tpu import jax_kernels
 from paged_jax.kernels.op import backends_of
+from paged_jax.kernels.op_args import RaggedArgs, RaggedOptions
+from paged_jax.kernels.pools import Pages
 from paged_jax.kernels.ragged_chunks import cut_into_tiles
 from paged_jax.kernels.xla.attention import QUERIES
 from tests.support import oracles

@@ -13,9 +13,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
-from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.kv_dtypes import QUANTISED, KVDtype
 from paged_jax.kernels.norm_rope import rms_norm, rotate
+from paged_jax.kernels.pools import Pools
 from paged_jax.kernels.writing import paged_rope_write, paged_write
 from tests.kernels.test_writing import (
     BACKENDS,

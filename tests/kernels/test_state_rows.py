@@ -15,9 +15,9 @@ import pytest
 from paged_jax.kernels import op as kernel_op
 from paged_jax.kernels import recurrent
 from paged_jax.kernels import rows as row_access
-from paged_jax.kernels.backend import StateRows
 from paged_jax.kernels.padding import padded_state_shape
 from paged_jax.kernels.rows import set_states, take_states
+from paged_jax.kernels.state_rows import StateRows
 from tests.support import recurrences
 from tests.support.families import interpreted_triton
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from paged_jax.kernels.backend import AttentionArgs, Options
 from paged_jax.kernels.mosaic_tpu import attention as tpu_attention
 from paged_jax.kernels.mosaic_tpu import kernel, recurrent
+from paged_jax.kernels.op_args import AttentionArgs, Options
 from paged_jax.kernels.xla import recurrent as plain
 from tests.kernels.test_mosaic_tpu import make_step
 from tests.support.paged_batch import LAYER, PagedBatch, queries

@@ -11,8 +11,9 @@ import pytest
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels import gpu_device
-from paged_jax.kernels.backend import AttentionArgs, Options, Problem
 from paged_jax.kernels.op import choose_backend
+from paged_jax.kernels.op_args import AttentionArgs, Options
+from paged_jax.kernels.problem import Problem
 from paged_jax.kernels.triton.backend import decode, refusal
 from paged_jax.kernels.triton.tuning import DecodeParams
 from tests.support.kernel_cases import Case, equations, lowering_for

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.kernels.backend import AttentionArgs, Options
+from paged_jax.kernels.op_args import AttentionArgs, Options
 from paged_jax.kernels.triton.prefill import _separate_masked_steps, prefill
 from paged_jax.kernels.triton.tuning import PrefillParams
 from tests.support.kernel_cases import Case

@@ -12,9 +12,11 @@ import pytest
 from jax.extend.core import Literal
 
 from paged_jax.kernels import op as kernel_op
-from paged_jax.kernels.backend import Backend, Kernel, Options, Problem
+from paged_jax.kernels.backend import Backend, Kernel
 from paged_jax.kernels.kv_dtypes import quantise, round_half_to_even
 from paged_jax.kernels.op import choose_backend
+from paged_jax.kernels.op_args import Options
+from paged_jax.kernels.problem import Problem
 from paged_jax.kernels.triton import write
 from paged_jax.kernels.writing import paged_write
 from tests.support.kernel_cases import Case, equations, lower, lowering_for

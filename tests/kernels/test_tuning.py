@@ -12,10 +12,11 @@ from benchmarks.attention import cases as attention_cases
 from benchmarks.attention import tune as tune_kernels
 from benchmarks.common.device_time import Rates
 from paged_jax.kernels import gpu_device
-from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.call_table import CallShape
 from paged_jax.kernels.gpu_device import GpuInfo
 from paged_jax.kernels.op import choose_backend
+from paged_jax.kernels.op_args import Options
+from paged_jax.kernels.problem import Problem
 from paged_jax.kernels.triton import tuning
 from paged_jax.kernels.triton.tuning import DecodeParams, PrefillParams
 from tests.support.gpus import GPUS

@@ -14,10 +14,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
-from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.kv_dtypes import QUANTISED, KVDtype, quantise
 from paged_jax.kernels.native import library
 from paged_jax.kernels.platforms import sets_rows_in_place
+from paged_jax.kernels.pools import Pools
 from paged_jax.kernels.writing import copy_blocks, paged_write
 from tests.support.compiler import needs_compiler
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from paged_jax.kernels import Pools, grouped_linear
-from paged_jax.kernels.backend import StateRows
 from paged_jax.kernels.linear import Weight, linear, sum_rows
 from paged_jax.kernels.recurrent import causal_convolution, delta_rule, state_space
+from paged_jax.kernels.state_rows import StateRows
 from paged_jax.models.codecs.dtype_formats import quantise
 from tests.support import recurrences
 from tests.support.paged_batch import PagedBatch, queries

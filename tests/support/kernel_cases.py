@@ -11,19 +11,18 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from paged_jax.kernels import gpu_device
-from paged_jax.kernels.backend import (
+from paged_jax.kernels.kv_dtypes import KVDtype
+from paged_jax.kernels.op_args import (
     AttentionArgs,
     CopyArgs,
-    Pages,
-    PoolOp,
-    Pools,
     RaggedArgs,
     RaggedOptions,
     RopeWriteArgs,
     WriteArgs,
 )
-from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.ops import OPS
+from paged_jax.kernels.pools import Pages, Pools
+from paged_jax.kernels.problem import PoolOp
 
 H200 = gpu_device.GpuInfo("NVIDIA H200", 132)
 

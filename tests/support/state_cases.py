@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.kernels import recurrent
-from paged_jax.kernels.backend import StateRows
+from paged_jax.kernels.state_rows import StateRows
 from paged_jax.kernels.triton.tuning import GpuInfo
 from tests.support.kernel_cases import H200, lower
 

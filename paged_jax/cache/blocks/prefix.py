@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Prefix cache: publish full blocks, and attach cached blocks to other slots."""
+"""Prefix cache: publish full blocks of tokens, and attach cached blocks to other slots."""
 
 import functools
 from collections.abc import Sequence

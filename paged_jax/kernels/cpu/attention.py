@@ -7,16 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax.kernels.backend import (
-    AttentionArgs,
-    Options,
-    Pages,
-    Problem,
-    RaggedArgs,
-    RaggedOptions,
-)
 from paged_jax.kernels.native.kernels import ELEMENTS, NativeKernel, attention_attributes
 from paged_jax.kernels.native.library import call, load
+from paged_jax.kernels.op_args import AttentionArgs, Options, RaggedArgs, RaggedOptions
+from paged_jax.kernels.pools import Pages
+from paged_jax.kernels.problem import Problem
 from paged_jax.kernels.ragged_chunks import attend_in_parts
 from paged_jax.kernels.rounding import round_to
 from paged_jax.kernels.xla.attention import attend as plain_attend

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from paged_jax.kernels.backend import ConvolutionStep, RecurrentStep, StateStep
 from paged_jax.kernels.native.kernels import STATE_DTYPES, FloatOp, NativeKernel
 from paged_jax.kernels.native.library import Arrays, call
+from paged_jax.kernels.state_rows import ConvolutionStep, RecurrentStep, StateStep
 from paged_jax.kernels.xla.recurrent import advance_rows as plain_advance_rows
 
 # Maximum number of elements of a key. The kernel has arrays of this size on the stack (MAX_D in

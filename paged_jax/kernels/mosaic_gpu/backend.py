@@ -7,15 +7,7 @@ from typing import Any
 import jax
 
 from paged_jax.kernels import gpu_defaults
-from paged_jax.kernels.backend import (
-    ATTENTION,
-    Backend,
-    Interpret,
-    Kernel,
-    Problem,
-    RaggedArgs,
-    RaggedOptions,
-)
+from paged_jax.kernels.backend import Backend, Interpret, Kernel
 from paged_jax.kernels.mosaic_gpu import (
     flash_decode,
     flash_prefill,
@@ -23,6 +15,8 @@ from paged_jax.kernels.mosaic_gpu import (
     pool_updates,
     rope_update,
 )
+from paged_jax.kernels.op_args import RaggedArgs, RaggedOptions
+from paged_jax.kernels.problem import ATTENTION, Problem
 from paged_jax.kernels.ragged_chunks import attend_in_parts
 
 

@@ -13,7 +13,6 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from paged_jax.kernels.backend import Pages, Pools
 from paged_jax.kernels.kv_split import KVPart, KVSplit
 from paged_jax.kernels.mosaic_gpu.launch import (
     MAX_SHARED_MEMORY,
@@ -24,6 +23,7 @@ from paged_jax.kernels.mosaic_gpu.launch import (
     swizzled,
     widen,
 )
+from paged_jax.kernels.pools import Pages, Pools
 
 # Number of columns of an `mma` instruction, and the total number of rows of the `mma` instructions
 # that the four warps of a thread block execute at the same time.

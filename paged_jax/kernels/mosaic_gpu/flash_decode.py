@@ -45,7 +45,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels import gpu_device
-from paged_jax.kernels.backend import AttentionArgs, Interpret, Options, Problem
+from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.kv_split import (
     KVPart,
     KVSplit,
@@ -81,6 +81,8 @@ from paged_jax.kernels.mosaic_gpu.launch import (
     launch,
     plgpu,
 )
+from paged_jax.kernels.op_args import AttentionArgs, Options
+from paged_jax.kernels.problem import Problem
 
 # Initial peak (largest score so far) of the softmax. If it were -inf, ``peak - new_peak`` would be
 # NaN before the first token.

@@ -55,15 +55,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from paged_jax.kernels.backend import (
-    AttentionArgs,
-    Interpret,
-    Options,
-    Pages,
-    Pools,
-    Problem,
-    RaggedArgs,
-)
+from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.gpu_device import device
 from paged_jax.kernels.mosaic_gpu.converted_tiles import convert_step, start_first
 from paged_jax.kernels.mosaic_gpu.launch import (
@@ -93,6 +85,9 @@ from paged_jax.kernels.mosaic_gpu.query_tiles import (
     QueryTile,
     list_tiles,
 )
+from paged_jax.kernels.op_args import AttentionArgs, Options, RaggedArgs
+from paged_jax.kernels.pools import Pages, Pools
+from paged_jax.kernels.problem import Problem
 from paged_jax.kernels.ragged_chunks import Chunks, find_rows
 
 # Each pair is the number of registers per thread of the computing warpgroups and of the copying

@@ -22,9 +22,10 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from paged_jax.formatting import listed
-from paged_jax.kernels.backend import Interpret, Problem
+from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.gpu_device import device
 from paged_jax.kernels.opaque_call import only_on
+from paged_jax.kernels.problem import Problem
 
 plgpu: Any = None
 try:

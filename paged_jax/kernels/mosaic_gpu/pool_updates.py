@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from paged_jax.formatting import listed
-from paged_jax.kernels.backend import CopyArgs, Interpret, Pools, Problem, WriteArgs
+from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.mosaic_gpu.launch import (
     MAX_BOX,
@@ -41,6 +41,9 @@ from paged_jax.kernels.mosaic_gpu.launch import (
     launch,
     plgpu,
 )
+from paged_jax.kernels.op_args import CopyArgs, WriteArgs
+from paged_jax.kernels.pools import Pools
+from paged_jax.kernels.problem import Problem
 
 _FLOATING = ("bfloat16", "float16", "float32")
 _THREADS = 128

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from paged_jax.kernels.backend import Options
 from paged_jax.kernels.mosaic_gpu.launch import compute_tanh, plgpu
 from paged_jax.kernels.mosaic_gpu.query_tiles import ROWS, PrefillSizes
+from paged_jax.kernels.op_args import Options
 
 # Initial peak (largest score so far) of the softmax. If it were -inf, ``peak - new_peak`` would be
 # NaN before the first token.

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from paged_jax.kernels.backend import Options, Pages, Pools
 from paged_jax.kernels.mosaic_gpu.launch import (
     MAX_SHARED_MEMORY,
     TILE_LANES,
@@ -28,6 +27,8 @@ from paged_jax.kernels.mosaic_gpu.launch import (
     plgpu,
     swizzled,
 )
+from paged_jax.kernels.op_args import Options
+from paged_jax.kernels.pools import Pages, Pools
 
 # A `wgmma` instruction has `ROWS` rows. There are `CONSUMERS` warpgroups that compute. The output
 # of a warpgroup has at most `MAX_LANES` elements in each row, because it must fit the registers.

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from paged_jax.kernels.backend import Interpret, Options, Pools, Problem, RopeWriteArgs
+from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.mosaic_gpu import pool_updates
 from paged_jax.kernels.mosaic_gpu.launch import MAX_BOX, MAX_SHARED_MEMORY, launch, plgpu
@@ -38,6 +38,9 @@ from paged_jax.kernels.mosaic_gpu.pool_updates import (
     store_rows,
     store_scales,
 )
+from paged_jax.kernels.op_args import Options, RopeWriteArgs
+from paged_jax.kernels.pools import Pools
+from paged_jax.kernels.problem import Problem
 
 
 def refusal(problem: Problem) -> str | None:

@@ -37,13 +37,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from paged_jax.kernels.backend import (
-    AttentionArgs,
-    Interpret,
-    Options,
-    Pools,
-    Problem,
-)
+from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.mosaic_tpu.device import device_refusal
 from paged_jax.kernels.mosaic_tpu.kernel import (
     MAX_SCALARS,
@@ -56,8 +50,11 @@ from paged_jax.kernels.mosaic_tpu.kernel import (
     div,
     dtype_refusal,
 )
+from paged_jax.kernels.op_args import AttentionArgs, Options
 from paged_jax.kernels.opaque_call import only_on
 from paged_jax.kernels.padding import LANES, round_up_to_lanes
+from paged_jax.kernels.pools import Pools
+from paged_jax.kernels.problem import Problem
 
 
 def refusal(problem: Problem, interpret: Interpret = False) -> str | None:

@@ -2,16 +2,12 @@
 
 import jax
 
-from paged_jax.kernels.backend import (
-    Backend,
-    GroupedLinearArgs,
-    Interpret,
-    Kernel,
-    Problem,
-    StateStep,
-)
+from paged_jax.kernels.backend import Backend, Interpret, Kernel
 from paged_jax.kernels.mosaic_tpu import attention, jax_kernels, recurrent
 from paged_jax.kernels.mosaic_tpu.device import device_refusal
+from paged_jax.kernels.op_args import GroupedLinearArgs
+from paged_jax.kernels.problem import Problem
+from paged_jax.kernels.state_rows import StateStep
 
 
 def _ragged_refusal(problem: Problem, interpret: Interpret = False) -> str | None:

@@ -22,10 +22,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, get_abstract_mesh, use_abstract_mesh
 
-from paged_jax.kernels.backend import Interpret, Problem, RaggedArgs, RaggedOptions
+from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.mosaic_tpu.kernel import MAX_SCALARS, VMEM_BYTES, dtype_refusal
+from paged_jax.kernels.op_args import RaggedArgs, RaggedOptions
 from paged_jax.kernels.opaque_call import only_on
 from paged_jax.kernels.padding import LANES
+from paged_jax.kernels.problem import Problem
 from paged_jax.kernels.ragged_chunks import find_chunks, find_rows
 
 try:

@@ -16,8 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from paged_jax.formatting import listed
-from paged_jax.kernels.backend import Options, Problem
+from paged_jax.kernels.op_args import Options
 from paged_jax.kernels.padding import LANES
+from paged_jax.kernels.problem import Problem
 
 # Maximum number of 32-bit words of scalar memory for block tables and lengths. A TPU has 2**18
 # words.

@@ -34,16 +34,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from paged_jax.kernels.backend import (
-    ConvolutionStep,
-    Interpret,
-    RecurrentStep,
-    StateRows,
-    StateStep,
-)
+from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.mosaic_tpu.kernel import MAX_SCALARS, div
 from paged_jax.kernels.opaque_call import only_on
 from paged_jax.kernels.padding import LANES, SUBLANES
+from paged_jax.kernels.state_rows import ConvolutionStep, RecurrentStep, StateRows, StateStep
 
 # Maximum bytes of the block of states that a grid step reads or writes. VMEM holds four such
 # blocks: two that are read, and two that are written. A TPU v6e copies a block in 0.7 microseconds

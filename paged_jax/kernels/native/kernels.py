@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.backend import Options
 from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.native.layouts import InterleavedRows
+from paged_jax.kernels.op_args import Options
 from paged_jax.kernels.weight_formats import CODES, FLOAT_CODES, num_bits
 from paged_jax.kernels.weight_packing import SECTION_INPUTS, join_levels, pack
 

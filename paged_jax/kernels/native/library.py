@@ -43,7 +43,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from paged_jax import user_cache
-from paged_jax.kernels.backend import Options
 from paged_jax.kernels.native.compiler import (
     Unavailable,
     build_folder,
@@ -61,6 +60,7 @@ from paged_jax.kernels.native.kernels import (
     NativeKernel,
     QuantisedOp,
 )
+from paged_jax.kernels.op_args import Options
 
 _logger = logging.getLogger(__name__)
 

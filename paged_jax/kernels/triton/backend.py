@@ -8,17 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.kernels import gpu_defaults, gpu_device
-from paged_jax.kernels.backend import (
-    ATTENTION,
-    Backend,
-    Interpret,
-    Kernel,
-    Problem,
-    RaggedArgs,
-    RaggedOptions,
-    spread,
-)
+from paged_jax.kernels.backend import Backend, Interpret, Kernel, spread
 from paged_jax.kernels.kv_split import MAX_SEQUENCES
+from paged_jax.kernels.op_args import RaggedArgs, RaggedOptions
+from paged_jax.kernels.problem import ATTENTION, Problem
 from paged_jax.kernels.ragged_chunks import attend_in_parts
 from paged_jax.kernels.triton import linear, pallas, recurrent, tiles, write
 from paged_jax.kernels.triton.decode import decode

@@ -37,7 +37,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels import gpu_device
-from paged_jax.kernels.backend import AttentionArgs, Half, Interpret, Options
+from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.kv_split import (
     KVPart,
     KVSplit,
@@ -48,6 +48,8 @@ from paged_jax.kernels.kv_split import (
     take_part,
     zero_counters,
 )
+from paged_jax.kernels.op_args import AttentionArgs, Options
+from paged_jax.kernels.pools import Half
 from paged_jax.kernels.triton import tiles, tuning
 from paged_jax.kernels.triton.pallas import Instructions, choose_instructions, pallas_call, plgpu
 

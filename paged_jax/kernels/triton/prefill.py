@@ -32,8 +32,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels import gpu_device
-from paged_jax.kernels.backend import AttentionArgs, Half, Interpret, Options, RaggedArgs
+from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.kv_split import divide, remainder
+from paged_jax.kernels.op_args import AttentionArgs, Options, RaggedArgs
+from paged_jax.kernels.pools import Half
 from paged_jax.kernels.ragged_chunks import Chunks
 from paged_jax.kernels.triton import tiles, tuning
 from paged_jax.kernels.triton.pallas import Instructions, choose_instructions, pallas_call, plgpu

@@ -29,12 +29,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from paged_jax.kernels.backend import (
-    ConvolutionStep,
-    Interpret,
-    RecurrentStep,
-    StateStep,
-)
+from paged_jax.kernels.backend import Interpret
+from paged_jax.kernels.state_rows import ConvolutionStep, RecurrentStep, StateStep
 from paged_jax.kernels.triton import pallas, tiles
 from paged_jax.kernels.triton.pallas import plgpu
 from paged_jax.kernels.triton.write import call_in_place

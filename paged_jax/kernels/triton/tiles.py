@@ -36,9 +36,11 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from paged_jax.kernels.backend import Half, Options, Problem
 from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.kv_split import divide, remainder
+from paged_jax.kernels.op_args import Options
+from paged_jax.kernels.pools import Half
+from paged_jax.kernels.problem import Problem
 from paged_jax.kernels.triton.pallas import Instructions, plgpu
 
 # Minimum size of the dimension that a matmul sums over, which is k of an mma instruction.

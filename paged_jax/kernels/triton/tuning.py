@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from paged_jax.kernels.backend import AttentionArgs, Options
 from paged_jax.kernels.call_table import CallShape, CallTable, parse_table
 from paged_jax.kernels.gpu_device import GpuInfo, device
+from paged_jax.kernels.op_args import AttentionArgs, Options
 
 
 class DecodeParams(NamedTuple):

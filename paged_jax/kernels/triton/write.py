@@ -47,17 +47,12 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from paged_jax.kernels.backend import (
-    CopyArgs,
-    Interpret,
-    Options,
-    Pools,
-    Problem,
-    RopeWriteArgs,
-    WriteArgs,
-)
+from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.kv_split import divide, remainder
+from paged_jax.kernels.op_args import CopyArgs, Options, RopeWriteArgs, WriteArgs
+from paged_jax.kernels.pools import Pools
+from paged_jax.kernels.problem import Problem
 from paged_jax.kernels.triton import tiles
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 

@@ -24,17 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from paged_jax.kernels.backend import (
-    AttentionArgs,
-    Options,
-    Pages,
-    Pools,
-    RaggedArgs,
-    RaggedOptions,
-)
 from paged_jax.kernels.bits import take_rows
 from paged_jax.kernels.kv_dtypes import KVDtype
+from paged_jax.kernels.op_args import AttentionArgs, Options, RaggedArgs, RaggedOptions
 from paged_jax.kernels.opaque_call import take_or_fill
+from paged_jax.kernels.pools import Pages, Pools
 from paged_jax.kernels.ragged_chunks import Chunks, attend_in_parts
 
 # Maximum number of tokens of a sequence in a loop step. Longer tiles waste more work on short

@@ -19,18 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.kernels.backend import (
-    Backend,
-    ConvolutionStep,
-    GroupedLinearArgs,
-    Kernel,
-    LinearArgs,
-    RecurrentStep,
-    StateStep,
-    spread,
-)
+from paged_jax.kernels.backend import Backend, Kernel, spread
+from paged_jax.kernels.op_args import GroupedLinearArgs, LinearArgs
 from paged_jax.kernels.rounding import add_halves, round_product, round_to
 from paged_jax.kernels.rows import set_states, take_states
+from paged_jax.kernels.state_rows import ConvolutionStep, RecurrentStep, StateStep
 from paged_jax.kernels.weight_formats import Weight, dequantise
 from paged_jax.kernels.xla.exact_attention import attend_exactly
 from paged_jax.kernels.xla.linear import GroupTiles, floats_of_group, linear

@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.kernels.backend import AttentionArgs, Options, Pools
 from paged_jax.kernels.bits import take_rows
 from paged_jax.kernels.kv_dtypes import KVDtype
+from paged_jax.kernels.op_args import AttentionArgs, Options
+from paged_jax.kernels.pools import Pools
 from paged_jax.kernels.rounding import add_halves, round_product, round_to
 from paged_jax.kernels.xla.attention import (
     LOWEST,

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from paged_jax.kernels.backend import ConvolutionStep, StateStep
 from paged_jax.kernels.rows import set_states, take_states
+from paged_jax.kernels.state_rows import ConvolutionStep, StateStep
 
 # `_TILE` is the number of tokens in a tile. The delta rule inverts a triangular matrix with one row
 # and one column per token of a tile; with tiles of 128 tokens, the inverse would be less accurate.

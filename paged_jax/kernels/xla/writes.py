@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.kernels.backend import CopyArgs, Pools, WriteArgs
 from paged_jax.kernels.kv_dtypes import KVDtype
+from paged_jax.kernels.op_args import CopyArgs, WriteArgs
 from paged_jax.kernels.opaque_call import without_index_checks
+from paged_jax.kernels.pools import Pools
 from paged_jax.kernels.rows import set_rows
 
 
