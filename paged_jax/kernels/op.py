@@ -255,7 +255,7 @@ class Op:
         op. Calls that no kernel supports run it.
       describe: function of the arguments and options that returns what `Kernel.refusal` takes.
         None if the refusals take the arguments.
-      gradient: function of a `OpCall` and the arguments that runs the call so that JAX can
+      gradient: function of an `OpCall` and the arguments that runs the call so that JAX can
         differentiate it. None for the derivative of `plain`.
       is_optional: whether a backend that is named, but does not support a call, leaves it to
         `plain`. Otherwise this is an error.
@@ -392,7 +392,7 @@ class OpCall:
         if kernel is None or kernel.refusal(self.op.problem(args, self.options)) is not None:
             return plain(args)
         platform = BACKENDS[self.backend].platform
-        if self.interpret or kernel.runs_anywhere or platform is None:
+        if kernel.interpret or kernel.runs_anywhere or platform is None:
             return self._bound(kernel)(args)
         branches = {platform: self._bound(kernel)}
         return cast(Any, lax.platform_dependent(args, default=plain, **branches))

@@ -4,6 +4,7 @@ In the problems for `grouped_linear`, the weights of groups without rows are NaN
 no group, because no backend may read them.
 """
 
+import dataclasses
 import functools
 import itertools
 import subprocess
@@ -155,12 +156,14 @@ def test_grouped_linear_matches_float64(sizes, shape, form, dtype) -> None:
     assert (np.abs(np.asarray(out) - want) <= TOLERANCE[dtype] * scale).all()
 
 
-def test_grouped_linear_interprets_kernels_of_an_interpreted_backend(monkeypatch) -> None:
+@pytest.mark.parametrize("platform", [None, "cuda"])
+def test_grouped_linear_interprets_kernels_of_an_interpreted_backend(monkeypatch, platform) -> None:
     """Attention does the same, so that a CPU can run the step of a model as on a GPU."""
     x, w, group_sizes = problem(SIZES["few"], 64, 33, "float32")
     want, scale = oracle(x, w, group_sizes)
     calls = []
-    backends = {**kernel_op.BACKENDS, "triton": interpreted_triton(calls)}
+    triton = dataclasses.replace(interpreted_triton(calls), platform=platform)
+    backends = {**kernel_op.BACKENDS, "triton": triton}
     monkeypatch.setattr(kernel_op, "BACKENDS", backends)
     for backend in (None, "xla", "triton"):
         calls.clear()
