@@ -1,56 +1,57 @@
 # pyright: strict, reportUnknownMemberType=false
 """Attention over whole sequences without a cache, for `Decoder.__call__`."""
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 
 from paged_jax.models.config import ModelConfig
-from paged_jax.models.layer_attention import (
-    Attend,
-    Carry,
-    Heads,
-    LayerInputs,
-    Projection,
-    Reach,
-    Recurrence,
-)
+from paged_jax.models.layer_attention import Heads, LayerInputs, Projection, Reach, Recurrence
+
+# Carry of the layers: the keys and values that later layers read, with the layers that made them.
+_Carry = tuple[tuple[int, tuple[jax.Array, jax.Array]], ...]
 
 
-def causal_attention(config: ModelConfig) -> Attend[Carry]:
-    """Return an `Attend` function for whole sequences ``[B, T, ...]``, without a cache.
+@dataclass(frozen=True)
+class CausalAttention:
+    """Attention of whole sequences ``[B, T, ...]``, without a cache, see `layer_attention.Attend`.
 
-    Attention is causal, and the states of recurrent layers start at zero. Make a new function for
-    each forward pass, because the function stores the keys and values that later layers read.
+    Attention is causal, and the states of recurrent layers start at zero. The first layer gets the
+    empty tuple as carry.
+
+    Attributes:
+      config: configuration of the model.
     """
-    sources = config.kv_sources
-    is_read = {source for layer, source in enumerate(sources) if source != layer}
-    kept: dict[int, tuple[jax.Array, jax.Array]] = {}
 
-    def attend(index: int | jax.Array, heads: LayerInputs, carry: Carry) -> tuple[jax.Array, Carry]:
-        if isinstance(heads, Recurrence):
-            B, T, _ = heads.inputs[0].shape
-            states = heads.initial_states(B, jnp.float32)
-            return heads.run(states, jnp.full(B, T, jnp.int32))[0], carry
-        if isinstance(heads, Heads) and heads.k is None:
-            assert isinstance(index, int)
-            k, v = kept[sources[index]]
-            heads = heads._replace(k=k, v=v)
-        q, k, v = heads.split()
-        if is_read and isinstance(index, int) and index in is_read:
-            kept[index] = k, v
-        reach = config.reach(index)
-        is_usual = heads.soft_cap is None and heads.sinks is None and heads.value_dim is None
+    config: ModelConfig
+
+    def __call__(
+        self, layer: int | jax.Array, inputs: LayerInputs, carry: _Carry
+    ) -> tuple[jax.Array, _Carry]:
+        """Run the attention or the recurrence of a layer."""
+        if isinstance(inputs, Recurrence):
+            B, T, _ = inputs.inputs[0].shape
+            states = inputs.initial_states(B, jnp.float32)
+            return inputs.run(states, jnp.full(B, T, jnp.int32))[0], carry
+        if isinstance(inputs, Heads) and inputs.k is None:
+            assert isinstance(layer, int)
+            k, v = dict(carry)[self.config.kv_sources[layer]]
+            inputs = inputs._replace(k=k, v=v)
+        q, k, v = inputs.split()
+        if isinstance(layer, int) and self.config.is_read_by_others(layer):
+            carry = *carry, (layer, (k, v))
+        reach = self.config.reach(layer)
+        is_usual = inputs.soft_cap is None and inputs.sinks is None and inputs.value_dim is None
         if is_usual and reach.chunk is None:
             window = reach.sliding_window
             local = None if window is None else (window - 1, 0)
             out = jax.nn.dot_product_attention(
-                q, k, v, is_causal=True, local_window_size=local, scale=heads.scale
+                q, k, v, is_causal=True, local_window_size=local, scale=inputs.scale
             )
         else:
-            out = _masked_attention(q, k, v, heads, reach)
+            out = _masked_attention(q, k, v, inputs, reach)
         return out, carry
-
-    return attend
 
 
 def _masked_attention(

@@ -310,6 +310,10 @@ class ModelConfig:
         sources = (spec.attention and spec.attention.source for spec in self.layers)
         return tuple(layer if source is None else source for layer, source in enumerate(sources))
 
+    def is_read_by_others(self, layer: int) -> bool:
+        """Return whether other layers read the keys and values of a layer."""
+        return self.kv_sources.count(layer) > 1
+
     @functools.cached_property
     def state_shapes(self) -> tuple[tuple[StateShape, ...], ...]:
         """For each layer, the arrays of a sequence's state; empty for attention layers."""

@@ -20,7 +20,7 @@ from paged_jax.kernels.exact import rounded
 from paged_jax.kernels.linear import Weight, linear
 from paged_jax.kernels.op import is_exact
 from paged_jax.kernels.rows import scan_slices
-from paged_jax.models.causal_attention import causal_attention
+from paged_jax.models.causal_attention import CausalAttention
 from paged_jax.models.codecs.dtype_formats import float_type
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.layer import Layer
@@ -169,14 +169,14 @@ class Decoder(PagedModel):
             return self.logits(self.final_states(token_ids, jnp.full(B, T, jnp.int32)))
         steps = jnp.arange(T, dtype=jnp.int32)[None]
         positions = jnp.broadcast_to(steps, token_ids.shape)
-        attend = causal_attention(self.config)
+        attend = CausalAttention(self.config)
         return self.logits(self.run_sequences(token_ids, positions, attend, None))
 
     def run_sequences(
         self,
         token_ids: jax.Array,
         positions: jax.Array,
-        attend: Attend[tuple[()]],
+        attend: Attend[Any],
         backend: str | None,
     ) -> jax.Array:
         """Embed whole sequences and run the layers, see `PagedModel.run_sequences`."""

@@ -46,7 +46,7 @@ from paged_jax.models.paged_attention import (
     count_common_blocks,
 )
 from paged_jax.models.recurrent_states import DraftStates, GroupPools, create_states
-from paged_jax.models.sequence_attention import sequence_attention
+from paged_jax.models.sequence_attention import SequenceAttention
 from paged_jax.models.step_arrays import StepArrays, as_step_arrays
 
 
@@ -214,7 +214,7 @@ class PagedModel(nnx.Module):
         self,
         token_ids: jax.Array,
         positions: jax.Array,
-        attend: Attend[tuple[()]],
+        attend: Attend[Any],
         backend: str | None,
     ) -> jax.Array:
         """Embed the tokens of whole sequences and run the layers, differentiably.
@@ -596,7 +596,7 @@ def _final_states(model: PagedModel, token_ids: jax.Array, num_tokens: jax.Array
     backend = model.resolve_backend(None)
     steps = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
     positions = jnp.where(steps < num_tokens[:, None], steps, -1)
-    attend = sequence_attention(model.config, num_tokens, model.kv_dtype, backend)
+    attend = SequenceAttention(model.config, num_tokens, model.kv_dtype, backend)
     return model.run_sequences(token_ids, positions, attend, backend)
 
 

@@ -3,11 +3,12 @@
 
 Keys and values are rounded to the dtype of the engine's cache, and passed to the op as pools with
 the blocks of each sequence in order. With an exact backend, the result therefore has the bits of
-the same tokens in an engine. It is differentiable. `causal_attention` instead uses
-attention of JAX, which rounds and sums differently.
+the same tokens in an engine. It is differentiable. `CausalAttention` instead uses attention of
+JAX, which rounds and sums differently.
 """
 
 import functools
+from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
@@ -19,68 +20,67 @@ from paged_jax.kernels.attention import chunked_prefill_attention, paged_prefill
 from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.op import backend_for, is_exact
 from paged_jax.models.config import ModelConfig
-from paged_jax.models.layer_attention import (
-    Attend,
-    Carry,
-    Heads,
-    LayerInputs,
-    Projection,
-    Reach,
-    Recurrence,
-)
+from paged_jax.models.layer_attention import Heads, LayerInputs, Projection, Reach, Recurrence
 
 # Keys and values of a layer, ``[B, T, K, D]``. The values are None if they are a part of the keys.
 _KeysAndValues = tuple[jax.Array, jax.Array | None]
 
+# Carry of the layers: the keys and values that later layers read, with the layers that made them.
+_Carry = tuple[tuple[int, _KeysAndValues], ...]
 
-def sequence_attention(
-    config: ModelConfig, num_tokens: jax.Array, cache_dtype: DTypeLike, backend: str | None
-) -> Attend[Carry]:
-    """Return an `Attend` function for whole sequences, which start at position 0.
 
-    Make a new function for each forward pass, because it keeps the keys and values that later
-    layers read. The inputs of layers are ``[B, T, ...]``, or ``[B * T, ...]``.
+@dataclass(frozen=True)
+class SequenceAttention:
+    """Attention of whole sequences, which start at position 0, see `layer_attention.Attend`.
 
-    Args:
+    The inputs of layers are ``[B, T, ...]``, or ``[B * T, ...]``. The first layer gets the empty
+    tuple as carry.
+
+    Attributes:
       config: configuration of the model.
       num_tokens: i32 ``[B]``, number of tokens in each row, at most T. The output of padding is 0.
       cache_dtype: dtype to which keys and values are rounded, see `KVDtype`. Gradients ignore this
         rounding.
       backend: backend of the attention, see `paged_attention`.
     """
-    sources = config.kv_sources
-    kv_dtype = KVDtype.of(cache_dtype)
-    is_read = {source for layer, source in enumerate(sources) if source != layer}
-    kept: dict[int, _KeysAndValues] = {}
-    B = num_tokens.shape[0]
 
-    def rows(x: jax.Array) -> jax.Array:
-        return x.reshape(B, -1, *x.shape[-2:])
+    config: ModelConfig
+    num_tokens: jax.Array
+    cache_dtype: DTypeLike
+    backend: str | None
 
-    def attend(index: int | jax.Array, heads: LayerInputs, carry: Carry) -> tuple[jax.Array, Carry]:
-        if isinstance(heads, Recurrence):
-            states = heads.initial_states(B, kv_dtype.query_dtype)
+    def __call__(
+        self, layer: int | jax.Array, inputs: LayerInputs, carry: _Carry
+    ) -> tuple[jax.Array, _Carry]:
+        """Run the attention or the recurrence of a layer."""
+        num_tokens, backend, kv_dtype = self.num_tokens, self.backend, KVDtype.of(self.cache_dtype)
+        B = num_tokens.shape[0]
+        if isinstance(inputs, Recurrence):
+            states = inputs.initial_states(B, kv_dtype.query_dtype)
             if is_exact(backend):
-                return heads.run_in_order(states, num_tokens, backend)[0], carry
-            return heads.run(states, num_tokens)[0], carry
-        if isinstance(heads, Heads) and heads.k is None:
-            assert isinstance(index, int)
-            q, (k, v) = heads.q, kept[sources[index]]
+                return inputs.run_in_order(states, num_tokens, backend)[0], carry
+            return inputs.run(states, num_tokens)[0], carry
+        if isinstance(inputs, Heads) and inputs.k is None:
+            assert isinstance(layer, int)
+            q, (k, v) = inputs.q, dict(carry)[self.config.kv_sources[layer]]
         else:
-            q, k, v = heads.split(backend)
-            k, v = rows(k), None if heads.value_dim else rows(v)
-            if isinstance(index, int) and index in is_read:
-                kept[index] = k, v
+            q, k, v = inputs.split(backend)
+            k, v = _rows(k, B), None if inputs.value_dim else _rows(v, B)
+            if isinstance(layer, int) and self.config.is_read_by_others(layer):
+                carry = *carry, (layer, (k, v))
         out = _attend(
-            rows(q).astype(kv_dtype.query_dtype),
+            _rows(q, B).astype(kv_dtype.query_dtype),
             (k, v),
-            None if heads.sinks is None else heads.sinks,
+            inputs.sinks,
             num_tokens,
-            (kv_dtype, config.reach(index), _options(heads, backend)),
+            (kv_dtype, self.config.reach(layer), _options(inputs, backend)),
         )
         return out.reshape(*q.shape[:-1], out.shape[-1]), carry
 
-    return attend
+
+def _rows(x: jax.Array, batch_size: int) -> jax.Array:
+    """Return heads ``[B, T, H, D]``, from the same or from ``[B * T, H, D]``."""
+    return x.reshape(batch_size, -1, *x.shape[-2:])
 
 
 def _options(heads: Projection | Heads, backend: str | None) -> tuple[tuple[str, Any], ...]:

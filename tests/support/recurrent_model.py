@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 
 from paged_jax import Heads, LlamaConfig
-from paged_jax.models.causal_attention import causal_attention
+from paged_jax.models.causal_attention import CausalAttention
 from paged_jax.models.layer_attention import Attend, Carry, Recurrence
 from paged_jax.models.layer_groups import KVShape, StateShape
 from paged_jax.models.paged_model import PagedModel
@@ -103,7 +103,7 @@ class RecurrentModel(PagedModel):
         """Return the logits of whole sequences ``[B, T]``, without a cache."""
         steps = jnp.arange(token_ids.shape[1], dtype=jnp.int32)
         positions = jnp.broadcast_to(steps, token_ids.shape)
-        attend = causal_attention(self.config)
+        attend = CausalAttention(self.config)
         return self.logits(self.hidden_states(token_ids, positions, attend, ())[0])
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from paged_jax import Engine, SamplingParams
-from paged_jax.models.causal_attention import causal_attention
+from paged_jax.models.causal_attention import CausalAttention
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.layer_attention import Heads, Recurrence
 from paged_jax.models.llama_config import LlamaConfig
@@ -53,7 +53,7 @@ def make_model(*, scan_layers: bool = False, seed: int = 1, **changes: Any) -> D
 
 def logits(model: Decoder, tokens: jax.Array) -> jax.Array:
     """Return the logits f32[T, V] of a sequence i32[T], computed without a cache."""
-    attend = causal_attention(model.config)
+    attend = CausalAttention(model.config)
 
     def attend_to_sequence(index, inputs, carry):
         if isinstance(inputs, Recurrence):
