@@ -3,10 +3,12 @@
 The log-probabilities of an engine are compared with `log_probs` of the same tokens, which computes
 whole sequences without a cache. Engines preempt sequences, hit the prefix cache, run prompts in
 chunks, and verify drafts. The core has each kind of layer in both dtypes. The full tier has all
-pairs of kinds of layers, dtypes, options of an engine, and shapes of `log_probs`.
+pairs of kinds of layers, dtypes, backends, batches of 2 to 64 sequences, other options of an
+engine, and shapes of `log_probs`.
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -47,20 +49,24 @@ KINDS: dict[str, dict[str, Any]] = {
     "recurrent": {**RECURRENT, "mixer": DELTA, "attention_gate": True},
     "experts": {**EXPERTS, "shared_expert_intermediate_size": 20, "norm_topk_prob": True},
 }  # fmt: skip
-MORE_KINDS: dict[str, dict[str, Any]] = {
-    "kimi delta": {**RECURRENT, "mixer": KimiDelta(conv_width=4, num_heads=4, head_dim=6)},
-    "mamba and chunks": {
-        "layer_types": ("hybrid", "chunked_attention"), "attention_chunk_size": 16,
+# Models with two kinds of layers, so that fewer programs have all pairs of kinds and options.
+MIXED_KINDS: dict[str, dict[str, Any]] = {
+    "window and mamba": {
+        **KINDS["dense"], **KINDS["window"], "layer_types": ("sliding_attention", "hybrid"),
         "mixer": Mamba2(num_heads=8, num_groups=2, head_dim=6, state_dim=10, conv_width=4),
     },
-    "convolution": {**RECURRENT, "mixer": ShortConvolution(conv_width=3, num_channels=24)},
-}  # fmt: skip
-# Models with several kinds of layers, so that fewer programs have all pairs of kinds and options.
-MIXED_KINDS: dict[str, dict[str, Any]] = {
-    "dense and window": KINDS["dense"] | KINDS["window"],
-    "latent": KINDS["latent"],
+    "latent and kimi delta": {
+        **KINDS["latent"], **RECURRENT, "mixer": KimiDelta(conv_width=4, num_heads=4, head_dim=6),
+    },
     "recurrent and experts": KINDS["recurrent"] | KINDS["experts"],
-}
+}  # fmt: skip
+# These layers have little code that the others do not run, so they run only with both backends.
+MORE_KINDS: dict[str, dict[str, Any]] = {
+    "convolution and chunks": {
+        "layer_types": ("linear_attention", "chunked_attention"), "attention_chunk_size": 16,
+        "mixer": ShortConvolution(conv_width=3, num_channels=24),
+    },
+}  # fmt: skip
 # Options of the engines of the core. Together they have both kinds of preemption, drafts, and
 # several sizes of chunks, blocks and dispatches.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -73,6 +79,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 LENGTH, MAX_TOKENS, NUM_DRAFTS = 96, 20, 3
 # Lengths of the prompts. The second and the third begin with the tokens of the first.
 LENGTHS = {"first": 61, "same beginning": 70, "same again": 75, "short": 2}
+# Engines with more slots also run short requests, so that all slots decode in one batch.
+FEW_SLOTS = 5
 
 
 def make_model(kind: str, dtype: str, weights: str | None = None) -> Decoder:
@@ -83,8 +91,14 @@ def make_model(kind: str, dtype: str, weights: str | None = None) -> Decoder:
 
 def make_engine(model: Decoder, kv_dtype: str, **options: Any) -> Engine:
     sizes = {"block_size": 8, "num_blocks": 14, "max_num_seqs": 3, "max_chunk": 16}
-    sizes |= {"max_model_len": LENGTH, "max_num_batched_tokens": 32, "kv_dtype": kv_dtype}
-    return Engine(model, numerics="exact", **(sizes | options))
+    sizes |= {"max_model_len": LENGTH, "kv_dtype": kv_dtype} | options
+    return Engine(
+        model,
+        numerics="exact",
+        # So many that the short requests of a large batch decode at the same time.
+        max_num_batched_tokens=max(32, 4 * sizes["max_num_seqs"]),
+        **sizes,
+    )
 
 
 def draft_from(answers: dict[str, list[int]]):
@@ -98,10 +112,22 @@ def draft_from(answers: dict[str, list[int]]):
     return draft
 
 
+def fill_batch(max_num_seqs: int, tokens: list[int]) -> list[Job]:
+    """Return short requests that arrive first and take the slots of a large batch, except one."""
+    return [
+        Job(
+            f"short {index}",
+            {"prompt_token_ids": tokens[index % 7 :][: 1 + index % 5]},
+            SamplingParams(seed=index, max_tokens=7, ignore_eos=True, logprobs=0),
+        )
+        for index in range(max_num_seqs - 1 if max_num_seqs > FEW_SLOTS else 0)
+    ]
+
+
 def run(engine: Engine, *, scores: bool, num_samples: int = 2) -> list[RequestOutput]:
     """Run requests with a common beginning, several samples, and several temperatures."""
     tokens = np.random.default_rng(3).integers(2, CONFIG.vocab_size, LENGTH).tolist()
-    jobs = []
+    jobs = fill_batch(engine.max_num_seqs, tokens)
     for index, (name, length) in enumerate(LENGTHS.items()):
         params = SamplingParams(
             temperature=1.0 if index % 2 else 0.6,
@@ -115,9 +141,16 @@ def run(engine: Engine, *, scores: bool, num_samples: int = 2) -> list[RequestOu
         jobs.append(
             Job(name, {"prompt_token_ids": tokens[:length]}, params, at=(0, 6, 7, 8)[index])
         )
-    outputs = play(engine, jobs)
+    batches = []
+    outputs = play(engine, jobs, on_step=lambda _: batches.append(num_decoding(engine)))
+    assert max(batches) >= engine.max_num_seqs - 1 or engine.max_num_seqs <= FEW_SLOTS
     check_empty(engine)
-    return [outputs[name] for name in LENGTHS]
+    return [outputs[job.name] for job in jobs]
+
+
+def num_decoding(engine: Engine) -> int:
+    """Return the number of sequences in the next decode batch."""
+    return sum(not sequence.num_prefill for sequence in engine.core.scheduler.running)
 
 
 SCORE = jax.jit(log_probs)
@@ -204,36 +237,49 @@ def test_engine_has_the_bits_of_log_probs(kind, dtype, monkeypatch) -> None:
     assert engine.model.numerics == "exact" and engine.model.cache_dtype == dtype
 
 
-# This order of the factors gives the fewest rows.
+# This order of the factors, and of some of their values, gives the fewest rows.
 FACTORS = {
-    "kind": tuple(MIXED_KINDS),
-    "max_num_seqs": (1, 2, 5),
-    # What is compared with `log_probs`, beside the engine's generated tokens.
-    "compared": ("prompt_logprobs", "rollout"),
+    "max_num_seqs": (2, 5, 17, 64),
     "dtypes": (
-        ("float32", None, "float32"), ("bfloat16", None, "bfloat16"), ("float32", "int8", "int8"),
+        ("bfloat16", None, "bfloat16"), ("float32", "int8", "int8"), ("float32", None, "float32"),
     ),
+    "block_size": (8, 4, 16),
+    # What is compared with `log_probs`, beside the engine's generated tokens.
+    "compared": ("rollout", "prompt_logprobs"),
+    # Backends that the engine replaces by their exact variants.
+    "backend": ("cpu", "xla"),
+    "kind": ("recurrent and experts", "window and mamba", "latent and kimi delta"),
+    "max_chunk": (16, 64, 8),
     "preemption": ("swap", "recompute"),
-    "num_samples": (1, 3),
-    "max_chunk": (8, 16, 64),
-    # Number of rows of a micro-batch of `log_probs`, and their length with padding.
-    "shape": ((6, LENGTH), (2, LENGTH + 9)),
-    "block_size": (4, 8, 16),
-    "enable_prefix_caching": (True, False),
     "num_speculative_tokens": (0, NUM_DRAFTS),
     "steps_per_dispatch": (1, 8),
+    "num_samples": (1, 3),
+    # Number of rows of a micro-batch of `log_probs`, and their length with padding.
+    "shape": ((2, LENGTH + 9), (6, LENGTH)),
+    "enable_prefix_caching": (False, True),
 }  # fmt: skip
 PAIRS = all_pairs(FACTORS)
-PAIRS += [row | {"kind": kind} for kind, row in zip(MORE_KINDS, PAIRS[1:], strict=False)]
+PAIRS += [
+    row | {"kind": kind, "backend": backend}
+    for (kind, backend), row in zip(
+        itertools.product(MORE_KINDS, FACTORS["backend"]), PAIRS[1:], strict=False
+    )
+]
 
 
 # Two rows with programs as users compile them, also for a single row. The others pad rows, because
-# `tanh` of XLA has other bits in vectors if a program is compiled without optimisations.
+# `tanh` of XLA has other bits in vectors if a program is compiled without optimisations. For the
+# XLA backend, `tests/models/test_xla_exact.py` has such programs.
 ROWS = [pytest.param(row, False, id=str(row["kind"])) for row in PAIRS]
 ROWS += [
-    pytest.param(row | {"max_num_seqs": size}, True, id=f"{row['kind']}-{size}", marks=mark)
-    for row, size in ((PAIRS[0], 1), (PAIRS[-1], 5))
-    for mark in [pytest.mark.optimised]
+    pytest.param(
+        # Drafts would need one more program for each number of rows.
+        row | {"max_num_seqs": size, "num_speculative_tokens": 0},
+        True,
+        id=f"{row['kind']}-{size}",
+        marks=pytest.mark.optimised,
+    )
+    for row, size in ((PAIRS[0], 1), (PAIRS[-2], 5))
 ]
 
 
