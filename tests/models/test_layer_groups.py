@@ -51,7 +51,7 @@ def make_tokens() -> jax.Array:
 
 @functools.cache
 def plain_logits() -> np.ndarray:
-    return np.asarray(make_model()(make_tokens()))
+    return np.asarray(jax.jit(lambda model: model(make_tokens()))(make_model()))
 
 
 def make_cache() -> PagedCache:

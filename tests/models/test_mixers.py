@@ -25,6 +25,7 @@ from paged_jax.models.parts.kimi_delta import KimiDelta
 from paged_jax.models.parts.mlp import Dense
 from paged_jax.models.parts.part import LayerCall
 from paged_jax.models.parts.state_space import Mamba2
+from tests.support.random_model import random_llama
 
 CONFIG = LlamaConfig(
     vocab_size=40,
@@ -74,13 +75,7 @@ def make_model(name: str, dtype=jnp.float32) -> Decoder:
         config = dataclasses.replace(
             config, layer_types=kinds, multipliers=MULTIPLIERS, o_bias=True
         )
-    model = Decoder(config, dtype=dtype, rngs=nnx.Rngs(0))
-    leaves, treedef = jax.tree.flatten(nnx.state(model))
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    noise = [0.2 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)]
-    leaves = [(x + y).astype(x.dtype) for x, y in zip(leaves, noise, strict=True)]
-    nnx.update(model, jax.tree.unflatten(treedef, leaves))
-    return model
+    return random_llama(config, dtype=dtype)
 
 
 @functools.partial(nnx.jit)
@@ -154,7 +149,7 @@ def test_states_have_the_shapes_and_dtypes_of_the_config(name) -> None:
     recurrence = MIXERS[name].mix(x, call).recurrence
     assert recurrence.arrays == states
     before = recurrence.initial_states(2, jnp.bfloat16)
-    out, after = recurrence.run(before, jnp.array([3, 0]))
+    out, after = jax.jit(recurrence.run)(before, jnp.array([3, 0]))
     assert out.shape[0] == 6 and out.dtype == jnp.float32
     for shape, old, new in zip(states, before, after, strict=True):
         assert new.shape == (2, *shape.shape)
@@ -201,14 +196,14 @@ def test_layers_with_one_part_have_its_norm_only() -> None:
         gated_mlp=False,
         hidden_act="relu2",
     )
-    model = Decoder(config, rngs=nnx.Rngs(0))
+    model = random_llama(config)
     names = [set(nnx.to_pure_dict(nnx.state(layer))) for layer in model.layers]
     assert names[1] == {"post_attention_norm", "gate_up_proj", "down_proj"}
     assert model.layers[1].gate_up_proj.shape == (1, 32, 24)
     assert names[2] == {"input_norm", "qkv_proj", "o_proj"}
     assert "post_attention_norm" not in names[0]
     assert config.layer_groups[0].layers == (2,)
-    assert np.isfinite(model(jnp.asarray(TOKENS))).all()
+    assert np.isfinite(nnx.jit(lambda model: model(TOKENS))(model)).all()
 
 
 def test_config_rejects_recurrent_layers_without_sizes() -> None:
