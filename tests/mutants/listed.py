@@ -106,17 +106,18 @@ STATES = (
     mutant(
         "a hit needs no snapshot",
         "cache/states",
-        "paged_jax.cache.blocks.prefix:_longest_prefix",
-        "(counts <= most) & is_allowed",
-        "counts <= most",
+        "paged_jax.cache.groups:StateGroup.find_prefix",
+        "jnp.pad(is_found, (1, 0), constant_values=True)",
+        "jnp.ones(is_found.size + 1, bool)",
         _SNAPSHOT,
     ),
     mutant(
         "the states of rejected drafts stay",
         "cache/states",
         f"{_RECURRENT}:DraftStates.advance",
-        "pools, num_tokens, backend",
-        "pools, self.metadata.num_tokens, backend",
+        "advance_states(self.metadata, layer, recurrence, pools, num_tokens, backend)",
+        "advance_states("
+        "self.metadata, layer, recurrence, pools, self.metadata.num_tokens, backend)",
         _DRAFTS,
     ),
     mutant(
