@@ -43,7 +43,8 @@ def clock(monkeypatch) -> SimpleNamespace:
     """Return the clock of the engine. Tests set its time in seconds."""
     clock = SimpleNamespace(now=0.0)
     fake_time = SimpleNamespace(perf_counter=lambda: clock.now)
-    for module in ("core", "engine", "postprocess", "requests", "stats"):
+    modules = ("core", "engine", "mask_clock", "postprocess", "request_table", "step_clock")
+    for module in modules:
         monkeypatch.setattr(f"paged_jax.engine.{module}.time", fake_time)
     return clock
 
