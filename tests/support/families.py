@@ -988,18 +988,20 @@ def load(folder: Path, **options: Any) -> Any:
     return kind.from_pretrained(folder, attn_implementation="eager", **options).eval()
 
 
-def interpreted_triton(traced: list[Interpret] | None = None) -> Backend:
+def interpreted_triton(
+    traced: list[Interpret] | None = None, op: str = "grouped_linear"
+) -> Backend:
     """Return the interpreted GPU kernels as a backend for any platform.
 
-    If `traced` is given, each traced call of the grouped matmul adds the kernel's `interpret`.
+    If `traced` is given, each traced call of the kernel of `op` adds the kernel's `interpret`.
     """
     triton = BACKENDS["triton"].interpreted(jax.default_backend() != "gpu")
-    grouped = triton.kernels["grouped_linear"]
+    kernel = triton.kernels[op]
 
     def run(args: Any) -> Any:
         if traced is not None:
-            traced.append(grouped.interpret)
-        return grouped.run(args)
+            traced.append(kernel.interpret)
+        return kernel.run(args)
 
-    kernels = {**triton.kernels, "grouped_linear": dataclasses.replace(grouped, run=run)}
+    kernels = {**triton.kernels, op: dataclasses.replace(kernel, run=run)}
     return dataclasses.replace(triton, kernels=kernels, platform=None)
