@@ -47,7 +47,7 @@ _BACKENDS = {
     "reference": ("paged_jax.kernels.reference", "REFERENCE"),
     "triton": ("paged_jax.kernels.triton.backend", "TRITON"),
     "mosaic_gpu": ("paged_jax.kernels.mosaic_gpu.backend", "MOSAIC_GPU"),
-    "xla": ("paged_jax.kernels.xla.backend", "XLA"),
+    "xla": ("paged_jax.kernels.xla.backend", "XLA_BACKEND"),
 }
 
 # Backends that the engine's option `backend` does not list, because another option selects them.

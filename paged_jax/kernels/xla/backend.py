@@ -2,4 +2,4 @@
 
 from paged_jax.kernels.backend import Backend
 
-XLA = Backend({}, is_plain=True)
+XLA_BACKEND = Backend({}, is_plain=True)
