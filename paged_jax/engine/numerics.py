@@ -31,9 +31,10 @@ def apply_numerics(options: EngineConfig, model: PagedModel) -> PagedModel:
         raise ArgumentError("Engine", error.problem, error.field) from None
     if not options.int8_activations:
         return model
-    reason = int8_inputs_refusal(platform, model.matrix_formats.codes)
     if options.backend not in (None, "cpu"):
         reason = f"with the backend {options.backend!r}"
+    else:
+        reason = int8_inputs_refusal(platform, model.matrix_formats.codes)
     if reason is not None:
         raise ArgumentError("Engine", f"must be False {reason}, got True.", "int8_activations")
     return model.with_int8_activations()

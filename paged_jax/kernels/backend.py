@@ -70,10 +70,6 @@ class Kernel:
     runs_anywhere: bool = False
     interpret: Interpret = False
 
-    def refuses(self, call: Any) -> str | None:
-        """Return `refusal` of a call."""
-        return self.refusal(call)
-
     def interpreted(self, interpret: Interpret) -> "Kernel":
         """Return the kernel in Pallas' interpreter, if it is written in Pallas."""
         return _interpreted(self, interpret) if self.can_interpret else self

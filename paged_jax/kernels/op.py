@@ -65,10 +65,7 @@ class _Backends(Mapping[str, Backend]):
     """Backends by name, imported when they are first looked up."""
 
     def __getitem__(self, name: str) -> Backend:
-        if name in _ADDED:
-            return _ADDED[name]
-        module, attribute = {**_BACKENDS, **_UNLISTED}[name]
-        return cast(Backend, getattr(importlib.import_module(module), attribute))
+        return _ADDED[name] if name in _ADDED else _load(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter((*_BACKENDS, *_ADDED))
@@ -78,6 +75,12 @@ class _Backends(Mapping[str, Backend]):
 
     def __contains__(self, name: object) -> bool:
         return name in _ADDED or name in _BACKENDS or name in _UNLISTED
+
+
+@functools.cache
+def _load(name: str) -> Backend:
+    module, attribute = (_BACKENDS if name in _BACKENDS else _UNLISTED)[name]
+    return cast(Backend, getattr(importlib.import_module(module), attribute))
 
 
 BACKENDS: Mapping[str, Backend] = _Backends()
@@ -267,21 +270,9 @@ class Op:
     gradient: "Callable[[OpCall, Any], Any] | None" = None
     is_optional: bool = False
 
-    def __call__(
-        self,
-        args: Any,
-        options: Any = None,
-        *,
-        function: str | None = None,
-        backend: str | None = None,
-        interpret: Interpret = False,
-        array: jax.Array | None = None,
-    ) -> Any:
+    def __call__(self, args: Any, options: Any = None, **binding: Any) -> Any:
         """Bind and run a call. The arguments and errors are those of `bind`."""
-        call = self.bind(
-            args, options, function=function, backend=backend, interpret=interpret, array=array
-        )
-        return call(args)
+        return self.bind(args, options, **binding)(args)
 
     def bind(
         self,
@@ -404,7 +395,7 @@ class OpCall:
         for platform in _platforms():
             # The choice depends only on the properties of the call. Whether this machine has
             # compiled kernels is checked later, when it lowers the program.
-            choice = _choose(name, problem, platform, Kernel.refuses)
+            choice = _choose(name, problem, platform, lambda kernel, call: kernel.refusal(call))
             if choice.backend == "xla":
                 _logger.info("%s on %s: xla, because %s.", self.function, platform, choice.reason)
                 continue
