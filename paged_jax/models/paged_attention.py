@@ -15,7 +15,7 @@ values of the layer. A recurrent layer passes a `Recurrence` instead, see `recur
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -32,7 +32,7 @@ from paged_jax.kernels import (
 from paged_jax.kernels.attention import chunked_attention, chunked_prefill_attention
 from paged_jax.kernels.cascade import is_sharing_possible
 from paged_jax.models.config import ModelConfig
-from paged_jax.models.layer_attention import Heads, LayerInputs, Projection, Recurrence
+from paged_jax.models.layer_attention import LayerInputs, Reach, Recurrence
 from paged_jax.models.recurrent_states import (
     DraftRecurrence,
     GroupPools,
@@ -42,46 +42,8 @@ from paged_jax.models.recurrent_states import (
 
 
 @dataclass(frozen=True)
-class DecodeAttention:
-    """Attention of a decode step, with one new token per row, see `layer_attention.Attend`.
-
-    Attributes:
-      metadata: places of the tokens in the cache. Layers that attend to all tokens read its common
-        blocks, if any, only once per step, instead of once for each row.
-      config: configuration of the model.
-      backend: backend of the attention, see `paged_attention`.
-    """
-
-    metadata: AttentionMetadata
-    config: ModelConfig
-    backend: str | None
-
-    def __call__(
-        self, layer: int | jax.Array, inputs: LayerInputs, carry: GroupPools
-    ) -> tuple[jax.Array, GroupPools]:
-        """Run the attention or the recurrence of a layer."""
-        metadata = self.metadata
-        if isinstance(inputs, Recurrence):
-            num_tokens = metadata.num_tokens
-            return advance_states(metadata, layer, inputs, carry, num_tokens, self.backend)
-        group, index = find_layer(metadata.layers, layer)
-        blocks: Any = metadata.groups[group]
-        q, pools = inputs.write(carry[group], blocks.slot_mapping, index, self.backend)
-        arrays = q, pools.k, pools.v, blocks.block_tables, metadata.seq_lens
-        options = _options(inputs, pools, index, "decode", self.backend)
-        window, chunk = self.config.reach(layer)
-        if chunk is not None:
-            out = chunked_attention(*arrays, chunk=chunk, **options)
-        elif window is None and blocks.num_common_blocks is not None:
-            out = cascade_attention(*arrays, blocks.num_common_blocks, **options)
-        else:
-            out = paged_attention(*arrays, sliding_window=window, **options)
-        return out, (*carry[:group], pools, *carry[group + 1 :])
-
-
-@dataclass(frozen=True)
-class PrefillAttention:
-    """Attention of a prefill step, with up to T new tokens per row, see `layer_attention.Attend`.
+class _CachedAttention:
+    """What decode and prefill steps have in common, see `layer_attention.Attend`.
 
     Attributes:
       metadata: places of the tokens in the cache.
@@ -104,18 +66,74 @@ class PrefillAttention:
         group, index = find_layer(metadata.layers, layer)
         blocks: Any = metadata.groups[group]
         q, pools = inputs.write(carry[group], blocks.slot_mapping, index, self.backend)
-        B = metadata.num_tokens.shape[0]
-        q_BTHD = q.reshape(B, -1, *q.shape[1:])
-        lengths = metadata.seq_lens, metadata.num_tokens
+        options = {
+            "layer": index,
+            "scale": inputs.scale,
+            "soft_cap": inputs.soft_cap,
+            "sinks": inputs.sinks,
+            "value_dim": inputs.value_dim,
+            "k_scale": pools.k_scale,
+            "v_scale": pools.v_scale,
+        }
+        out = self.attend(q, pools, blocks, self.config.reach(layer), options)
+        return out, (*carry[:group], pools, *carry[group + 1 :])
+
+    def attend(
+        self, q: jax.Array, pools: Pools, blocks: Any, reach: Reach, options: dict[str, Any]
+    ) -> jax.Array:
+        """Attend to the blocks of a group, which have the keys and values of the new tokens.
+
+        Args:
+          q: queries ``[N, H, D]``.
+          pools: the pools of the group.
+          blocks: the `BlockMetadata` of the group.
+          reach: the tokens that the layer attends to.
+          options: other arguments of the attention ops.
+
+        Returns:
+          The output, ``[N, H, U]``.
+        """
+        raise NotImplementedError
+
+
+class DecodeAttention(_CachedAttention):
+    """Attention of a decode step, with one new token per row.
+
+    Layers that attend to all tokens read the common blocks of the metadata, if any, only once per
+    step, instead of once for each row.
+    """
+
+    def attend(
+        self, q: jax.Array, pools: Pools, blocks: Any, reach: Reach, options: dict[str, Any]
+    ) -> jax.Array:
+        """Attend with one query per row."""
+        arrays = q, pools.k, pools.v, blocks.block_tables, self.metadata.seq_lens
+        options = {**options, "backend": backend_for("decode", self.backend)}
+        window, chunk = reach
+        if chunk is not None:
+            return chunked_attention(*arrays, chunk=chunk, **options)
+        if window is None and blocks.num_common_blocks is not None:
+            return cascade_attention(*arrays, blocks.num_common_blocks, **options)
+        return paged_attention(*arrays, sliding_window=window, **options)
+
+
+class PrefillAttention(_CachedAttention):
+    """Attention of a prefill step, with up to T new tokens per row."""
+
+    def attend(
+        self, q: jax.Array, pools: Pools, blocks: Any, reach: Reach, options: dict[str, Any]
+    ) -> jax.Array:
+        """Attend with up to T queries per row."""
+        lengths = self.metadata.seq_lens, self.metadata.num_tokens
+        q_BTHD = q.reshape(lengths[1].shape[0], -1, *q.shape[1:])
         arrays = q_BTHD, pools.k, pools.v, blocks.block_tables, *lengths
-        options = _options(inputs, pools, index, "prefill", self.backend)
-        window, chunk = self.config.reach(layer)
+        options = {**options, "backend": backend_for("prefill", self.backend)}
+        window, chunk = reach
         if chunk is not None:
             out = chunked_prefill_attention(*arrays, chunk=chunk, **options)
         else:
             out = paged_prefill_attention(*arrays, sliding_window=window, **options)
-        out = out.reshape(*q.shape[:2], out.shape[-1])
-        return out, (*carry[:group], pools, *carry[group + 1 :])
+        return out.reshape(*q.shape[:2], out.shape[-1])
 
 
 class DraftCarry(NamedTuple):
@@ -151,26 +169,6 @@ class DraftAttention:
             return out, carry._replace(recurrences=(*carry.recurrences, draft))
         out, pools = self.prefill(layer, inputs, carry.pools)
         return out, carry._replace(pools=pools)
-
-
-def _options(
-    heads: Projection | Heads,
-    pools: Pools,
-    index: int | jax.Array,
-    op: Literal["decode", "prefill"],
-    backend: str | None,
-) -> dict[str, Any]:
-    """Return keyword arguments of the attention ops for the layer at `index` of its pools."""
-    return {
-        "layer": index,
-        "scale": heads.scale,
-        "soft_cap": heads.soft_cap,
-        "sinks": heads.sinks,
-        "value_dim": heads.value_dim,
-        "k_scale": pools.k_scale,
-        "v_scale": pools.v_scale,
-        "backend": backend_for(op, backend),
-    }
 
 
 def count_common_blocks(metadata: AttentionMetadata, config: ModelConfig) -> AttentionMetadata:
