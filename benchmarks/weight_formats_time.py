@@ -111,8 +111,8 @@ def relative_error(
     return float((np.abs(got - x @ w.T) / terms).max())
 
 
-def make_program(weights: list[Weight], num_rows: int) -> Program:
-    """Return a program that multiplies by each of the weights."""
+def make_program(weights: list[Weight], num_rows: int, backend: str | None = None) -> Program:
+    """Return a program that multiplies by each of the weights with a backend of `linear`."""
     size = weights[0].shape[-1]
     # A call of a program takes as long as many matmuls on a GPU.
     num_loops = 16 if jax.default_backend() == "gpu" else 1
@@ -121,7 +121,7 @@ def make_program(weights: list[Weight], num_rows: int) -> Program:
     def chain(x: jax.Array, weights: list[Weight]) -> jax.Array:
         def body(_: int, x: jax.Array) -> jax.Array:
             for w in weights:
-                x = linear(x, w)
+                x = linear(x, w, backend=backend)
             return x
 
         return jax.lax.fori_loop(0, num_loops, body, x)

@@ -335,7 +335,8 @@ def _traced_with(variant: Variant) -> Iterator[None]:
             stack.enter_context(mock.patch.object(KVDtype, "query_dtype", dtype))
         if variant.is_apart or variant.query_dtype is not None:
             # Clear JAX's traces before and after, because they do not have these changes.
-            for clear in (op.differentiable.cache_clear, triton_write.rope_write.clear_cache):
+            clear_rope_write = triton_write.rope_write.clear_cache  # pyright: ignore[reportAttributeAccessIssue]
+            for clear in (op.differentiable.cache_clear, clear_rope_write):
                 clear()
                 stack.callback(clear)
         yield
