@@ -252,7 +252,7 @@ def _groups(plan: MemoryPlan) -> list[dict[str, Any]]:
     sizes = plan.footprint.group_sizes(plan.num_blocks)
     return [
         {
-            "window": group.window,
+            "kept": group.retention.label,
             "num_layers": group.num_layers,
             "num_blocks": size,
             "block_bytes": group.block,

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import pytest
 
+from paged_jax.cache.retention import AllTokens, LastTokens, retention
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.footprint import Footprint, GroupFootprint, record_bytes
 from paged_jax.engine.memory_plan import MemoryPlan, make_plan
@@ -121,8 +122,12 @@ def test_plan_equals_the_memory_of_an_engine(layers, heads, num_blocks, kv_dtype
 
 
 def test_blocks_fill_the_memory_for_any_groups() -> None:
-    full = GroupFootprint(None, 1, 7, 1, max_blocks_per_slot=99, max_blocks=990)
-    groups = full, GroupFootprint(90, 4, 29, 1, 9, 90), GroupFootprint(30, 2, 14, 1, 3, 30)
+    full = GroupFootprint(AllTokens(), 1, 7, 1, max_blocks_per_slot=99, max_blocks=990)
+    groups = (
+        full,
+        GroupFootprint(LastTokens(90), 4, 29, 1, 9, 90),
+        GroupFootprint(LastTokens(30), 2, 14, 1, 3, 30),
+    )
     footprint = Footprint(100, 10, {"decode": 5}, groups)
     for memory in (100, 168, 169, 1700, 1850, 5500, 5540, 9000):
         num_blocks = footprint.num_blocks(memory)
@@ -158,7 +163,7 @@ def test_plan_of_chunked_layers_equals_the_cache_to_the_byte(length, ratio) -> N
     config = dataclasses.replace(GEMMA, **changes)
     plan = make_plan(config, 2 * 10**12, "gpu", max_model_len=length, max_num_seqs=2)
     full, chunked = plan.footprint.groups
-    assert (full.window, chunked.window) == (None, 8192)
+    assert (full.retention, chunked.retention) == (AllTokens(), LastTokens(8192))
     assert full.block // 16 == 12 * 2 * 8 * 128 * 2 and chunked.block == 3 * full.block
     num_blocks = plan.num_engine_blocks
     cache = jax.eval_shape(
@@ -194,7 +199,7 @@ def test_plan_of_shared_keys_and_values_equals_the_cache_to_the_byte() -> None:
 def test_groups_of_all_tokens_have_equal_numbers_of_blocks() -> None:
     """Such groups have layers with other heads. They cache prefixes of equal length."""
     groups = tuple(
-        GroupFootprint(window, 1, block, 1, max_blocks_per_slot=9, max_blocks=90)
+        GroupFootprint(retention(window), 1, block, 1, max_blocks_per_slot=9, max_blocks=90)
         for window, block in ((None, 7), (None, 5), (64, 3))
     )
     footprint = Footprint(100, 10, {"decode": 5}, groups)

@@ -23,6 +23,7 @@ from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks import BlockTables
 from paged_jax.cache.groups import CacheGroup, Group, find_layer, locate
 from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.cache.retention import Retention
 from paged_jax.flax_versions import check_installed_flax
 from paged_jax.kernels.pools import Pools
 
@@ -160,12 +161,14 @@ def register_caches() -> None:
 
 
 def _to_state_dict(cache: Any) -> dict[str, Any]:
+    return {field.name: _plain(getattr(cache, field.name)) for field in fields(cache)}
+
+
+def _plain(value: Any) -> Any:
+    """Return the state of a field. That of a rule is its text, which is only compared."""
     from flax import serialization
 
-    return {
-        field.name: serialization.to_state_dict(getattr(cache, field.name))
-        for field in fields(cache)
-    }
+    return repr(value) if isinstance(value, Retention) else serialization.to_state_dict(value)
 
 
 def _from_state_dict(target: Any, state: dict[str, Any]) -> Any:
@@ -177,11 +180,9 @@ def _from_state_dict(target: Any, state: dict[str, Any]) -> Any:
             f"{name}: the state must have the fields {sorted(expected)}, got {sorted(state)}. "
             f"Restore a state that was saved from a {name}."
         )
-    from flax import serialization
-
     static = {field.name for field in fields(target) if field.metadata.get("static")}
     for each in static:
-        value = serialization.to_state_dict(getattr(target, each))
+        value = _plain(getattr(target, each))
         if value != state[each]:
             raise ValueError(
                 f"{name}: the state must have {each} = {value}, got {state[each]}. Restore into a "

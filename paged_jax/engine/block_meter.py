@@ -3,7 +3,6 @@
 
 import dataclasses
 
-from paged_jax.cache.retention import retention
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.runner import ModelRunner
 from paged_jax.scheduler.engine_stats import EngineStats
@@ -17,23 +16,19 @@ class GroupUse:
     """Use of the pool of a group of layers.
 
     Attributes:
-      window: sliding window of the layers in tokens; None if they have no window.
+      kept: the tokens that the layers keep, see `Retention.label`: ``"all"``, the window as text,
+        or ``"states"``.
+      description: the layers in words, see `Retention.text`.
       num_layers: number of layers in the group.
       num_blocks: number of blocks in the pool; for recurrent layers, number of states.
       num_used: number of these blocks or states that samples use.
-      is_recurrent: whether the group consists of the recurrent layers of the model.
     """
 
-    window: int | None
+    kept: str
+    description: str
     num_layers: int
     num_blocks: int
     num_used: int
-    is_recurrent: bool = False
-
-    @property
-    def kept(self) -> str:
-        """Tokens that the pool keeps: ``"all"`` or the window as text; for states, ``"states"``."""
-        return "states" if self.is_recurrent else retention(self.window).label
 
 
 class BlockMeter:

@@ -395,11 +395,13 @@ class EngineCore:
         """
         source = self.block_meter if self.is_ahead else self.runner
         groups = self.loaded.config.cache_groups
-        sizes = zip(groups, self.executor.pool_sizes, source.free_blocks, strict=True)
-        return [
-            GroupUse(group.sliding_window, group.num_layers, size, size - free, group.has_snapshots)
-            for group, size, free in sizes
-        ]
+        uses: list[GroupUse] = []
+        for group, size, free in zip(
+            groups, self.executor.pool_sizes, source.free_blocks, strict=True
+        ):
+            rule = group.retention
+            uses.append(GroupUse(rule.label, rule.text, group.num_layers, size, size - free))
+        return uses
 
     def replace_weights(self, new: NewWeights) -> None:
         """Replace the weights by `new`, the result of `weight_swap.prepare`.

@@ -62,7 +62,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from paged_jax.cache.block_pool import NUM_DIGEST_WORDS
-from paged_jax.cache.retention import AllTokens, LastState, Retention, retention
+from paged_jax.cache.retention import AllTokens, LastState, Retention
 from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.formatting import format_bytes
 from paged_jax.kernels.kv_dtypes import KVDtype
@@ -109,8 +109,7 @@ class GroupFootprint(NamedTuple):
     For recurrent layers, a block is the state of all these layers for a slot or a snapshot.
 
     Attributes:
-      window: W, sliding window of these layers in tokens; None if they keep all tokens. Other rules
-        are a `Retention`.
+      retention: the rule for the tokens that the layers keep.
       num_layers: number of layers in the group.
       block: bytes of K and V of a block in these layers, including scales.
       overhead: other bytes per block, see `overhead` in the docstring of the module.
@@ -119,17 +118,12 @@ class GroupFootprint(NamedTuple):
         all snapshots.
     """
 
-    window: int | Retention | None
+    retention: Retention
     num_layers: int
     block: int
     overhead: int
     max_blocks_per_slot: int
     max_blocks: int
-
-    @property
-    def retention(self) -> Retention:
-        """The rule for the tokens that the layers keep."""
-        return retention(self.window)
 
     def num_held(self, length: int, block_size: int) -> int:
         """Return the maximum number of blocks that `length` tokens of a slot use in this group."""
@@ -223,7 +217,7 @@ class Footprint(NamedTuple):
         The memory must also hold everything else, see `fixed`.
 
         Example:
-          >>> group = GroupFootprint(None, 2, 90, 10, max_blocks_per_slot=4, max_blocks=8)
+          >>> group = GroupFootprint(AllTokens(), 2, 90, 10, max_blocks_per_slot=4, max_blocks=8)
           >>> Footprint(700, 100, {"decode": 200}, (group,)).num_blocks(1250)
           2
         """
@@ -237,9 +231,10 @@ class Footprint(NamedTuple):
         `pool_bytes`.
 
         Example:
-          >>> whole = GroupFootprint(None, 1, 10, 0, max_blocks_per_slot=100, max_blocks=200)
-          >>> window = GroupFootprint(64, 5, 50, 0, max_blocks_per_slot=8, max_blocks=16)
-          >>> footprint = Footprint(0, 0, {}, (whole, window))
+          >>> from paged_jax.cache.retention import LastTokens
+          >>> whole = GroupFootprint(AllTokens(), 1, 10, 0, max_blocks_per_slot=100, max_blocks=200)
+          >>> last = GroupFootprint(LastTokens(64), 5, 50, 0, max_blocks_per_slot=8, max_blocks=16)
+          >>> footprint = Footprint(0, 0, {}, (whole, last))
           >>> footprint.num_fitting(1810), footprint.pool_bytes(101), footprint.num_fitting(600)
           (101, 1810, 10)
         """
@@ -355,8 +350,8 @@ def _group_footprints(
 ) -> tuple[GroupFootprint, ...]:
     groups, block_size = [], sizes.block_size
     for group in config.layer_groups:
-        window = group.sliding_window
-        held = group.retention.max_in_slot(sizes.max_model_len, sizes.most_tokens, block_size)
+        rule = group.retention
+        held = rule.max_in_slot(sizes.max_model_len, sizes.most_tokens, block_size)
         block = block_bytes(config, block_size, kv_dtype, platform, [group])
         overhead = record_bytes(block_size) + _SEARCH_BYTES
         if not sets_rows_in_place(platform, kv_dtype):
@@ -365,7 +360,7 @@ def _group_footprints(
             # copies were measured to take 1.4 to 1.5 times the memory of the pools.
             overhead += block * 3 // 2
         most = sizes.num_slots * held
-        groups.append(GroupFootprint(window, len(group.layers), block, overhead, held, most))
+        groups.append(GroupFootprint(rule, len(group.layers), block, overhead, held, most))
     return tuple(groups)
 
 

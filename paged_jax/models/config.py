@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import jax
 
 from paged_jax.arguments import check_positive, names_arguments
+from paged_jax.cache.retention import AllTokens
 from paged_jax.formatting import cut, shortened
 from paged_jax.models.config_json import ConfigEntries
 from paged_jax.models.errors import UnsupportedConfigError
@@ -326,7 +327,7 @@ class ModelConfig:
 
     @functools.cached_property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """Groups of layers with the same window and KV shape, see `layer_groups.group_layers`.
+        """Groups of layers with the same rule and KV shape, see `layer_groups.group_layers`.
 
         A model without attention has a group without layers.
         """
@@ -335,8 +336,9 @@ class ModelConfig:
             for layer, (kv, source) in enumerate(zip(self.kv_shapes, self.kv_sources, strict=True))
         ]
         if any(kept):
-            return group_layers(self.sliding_windows, kept)
-        return (LayerGroup(None, (), KVShape(self.num_copies, 1, 0)),)
+            rules = [self.reach(layer).retention for layer in range(len(self.layers))]
+            return group_layers(rules, kept)
+        return (LayerGroup(AllTokens(), (), KVShape(self.num_copies, 1, 0)),)
 
     @functools.cached_property
     def state_groups(self) -> tuple[LayerGroup, ...]:

@@ -16,6 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from paged_jax.cache.attention_metadata import SlotMapping
+from paged_jax.cache.retention import Retention, retention
 from paged_jax.formatting import short_repr
 from paged_jax.kernels import paged_rope_write, paged_write
 from paged_jax.kernels.kv_dtypes import KVDtype
@@ -279,3 +280,8 @@ class Reach(NamedTuple):
 
     sliding_window: int | None
     chunk: int | None
+
+    @property
+    def retention(self) -> Retention:
+        """The rule for the tokens that a cache must keep for the layer."""
+        return retention(self.sliding_window)

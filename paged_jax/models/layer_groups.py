@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from paged_jax.cache.retention import LastState, Retention, retention
+from paged_jax.cache.retention import LastState, Retention
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -78,11 +78,6 @@ class CacheSpec(Protocol):
         ...
 
     @property
-    def sliding_window(self) -> int | None:
-        """Number of last tokens that a query attends to; None if there is no such number."""
-        ...
-
-    @property
     def has_snapshots(self) -> bool:
         """Whether the prefix cache needs snapshots of what the layers keep.
 
@@ -105,23 +100,17 @@ class LayerGroup(NamedTuple):
     """Group of layers that keep the same tokens, or states of the same shapes.
 
     Attributes:
-      sliding_window: number of last tokens that a query attends to, including its own; None for
-        all tokens.
+      retention: the rule for the tokens that the layers keep.
       layers: indices of the layers, ascending. A model without attention has a group without
         layers: its blocks only count tokens, for the scheduler and the prefix cache.
       kv: shape of the keys and values of each token; None for recurrent layers.
       states: state arrays of each sequence; empty for attention layers.
     """
 
-    sliding_window: int | None
+    retention: Retention
     layers: tuple[int, ...]
     kv: KVShape | None = None
     states: tuple[StateShape, ...] = ()
-
-    @property
-    def retention(self) -> Retention:
-        """The rule for the tokens that the layers keep."""
-        return retention(self.sliding_window)
 
     @property
     def num_layers(self) -> int:
@@ -183,11 +172,6 @@ class RecurrentLayers(NamedTuple):
         return LastState()
 
     @property
-    def sliding_window(self) -> None:
-        """None."""
-        return None
-
-    @property
     def has_snapshots(self) -> bool:
         """True."""
         return True
@@ -203,30 +187,32 @@ class RecurrentLayers(NamedTuple):
 
 
 def group_layers(
-    windows: Sequence[int | None], kv_shapes: Sequence[KVShape | None]
+    rules: Sequence[Retention], kv_shapes: Sequence[KVShape | None]
 ) -> tuple[LayerGroup, ...]:
-    """Group the layers with the same window and KV shape, with the largest window first.
+    """Group the layers with the same rule and KV shape; those that keep most tokens are first.
 
     Layers that keep no keys and values are in no group.
 
     Args:
-      windows: sliding window of each layer in tokens; None for layers that attend to all tokens.
+      rules: the rule for the tokens that each layer keeps.
       kv_shapes: shape of the keys and values of each layer; None for layers that keep none.
 
     Example:
+      >>> from paged_jax.cache.retention import AllTokens, LastTokens
       >>> small, large = KVShape(2, 64, 64), KVShape(1, 128, 128)
-      >>> for group in group_layers([4, None, 4, 8], [small, large, small, small]):
-      ...     print(group.sliding_window, group.layers, group.kv.head_dim)
-      None (1,) 128
-      8 (3,) 64
-      4 (0, 2) 64
+      >>> rules = [LastTokens(4), AllTokens(), LastTokens(4), LastTokens(8)]
+      >>> for group in group_layers(rules, [small, large, small, small]):
+      ...     print(group.retention, group.layers, group.kv.head_dim)
+      AllTokens() (1,) 128
+      LastTokens(window=8) (3,) 64
+      LastTokens(window=4) (0, 2) 64
     """
-    layers: dict[tuple[int | None, KVShape], list[int]] = {}
-    for layer, (window, kv) in enumerate(zip(windows, kv_shapes, strict=True)):
+    layers: dict[tuple[Retention, KVShape], list[int]] = {}
+    for layer, (rule, kv) in enumerate(zip(rules, kv_shapes, strict=True)):
         if kv is not None:
-            layers.setdefault((window, kv), []).append(layer)
-    groups = [LayerGroup(window, tuple(own), kv) for (window, kv), own in layers.items()]
-    # The sort is stable: among groups of the same window, the group of the first layer is first.
+            layers.setdefault((rule, kv), []).append(layer)
+    groups = [LayerGroup(rule, tuple(own), kv) for (rule, kv), own in layers.items()]
+    # The sort is stable: of groups that keep equally many tokens, that of the first layer is first.
     return tuple(sorted(groups, key=lambda group: -group.retention.num_tokens))
 
 
@@ -245,7 +231,9 @@ def group_states(states: Sequence[tuple[StateShape, ...]]) -> tuple[LayerGroup, 
     for layer, arrays in enumerate(states):
         if arrays:
             layers.setdefault(arrays, []).append(layer)
-    return tuple(LayerGroup(None, tuple(own), None, arrays) for arrays, own in layers.items())
+    return tuple(
+        LayerGroup(LastState(), tuple(own), None, arrays) for arrays, own in layers.items()
+    )
 
 
 def layer_places(
@@ -262,7 +250,9 @@ def layer_places(
         `ModelConfig.kv_sources`.
 
     Example:
-      >>> layer_places([LayerGroup(None, (1,)), LayerGroup(8, (0, 3))], [0, 1, 2, 3, 1])
+      >>> from paged_jax.cache.retention import AllTokens
+      >>> groups = LayerGroup(AllTokens(), (1,)), LayerGroup(AllTokens(), (0, 3))
+      >>> layer_places(groups, [0, 1, 2, 3, 1])
       ((1, 0), (0, 0), None, (1, 1), (0, 0))
     """
     places = {

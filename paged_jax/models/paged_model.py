@@ -689,7 +689,7 @@ def create_cache(
                 num_slots=num_slots,
                 max_blocks_per_slot=width,
                 dtype=dtype,
-                window=group.sliding_window,
+                window=rule,
             )
         )
     places = layer_places(config.layer_groups, config.kv_sources)

@@ -69,8 +69,9 @@ def num_swapped_blocks(num_tokens: int, block_size: int, groups: Items[CacheSpec
     recurrent states count like elements of K and V. The sum is rounded up.
 
     Example:
+      >>> from paged_jax.cache.retention import AllTokens, LastTokens
       >>> from paged_jax.models.layer_groups import LayerGroup
-      >>> groups = LayerGroup(None, (3,)), LayerGroup(8, (0, 1, 2))
+      >>> groups = LayerGroup(AllTokens(), (3,)), LayerGroup(LastTokens(8), (0, 1, 2))
       >>> num_swapped_blocks(64, 16, groups[:1]), num_swapped_blocks(64, 16, groups)
       (4, 2)
     """

@@ -34,6 +34,7 @@ from collections.abc import Sequence as Items
 from typing import Literal
 
 from paged_jax.arguments import ArgumentError
+from paged_jax.cache.retention import AllTokens
 from paged_jax.cache.sequence_blocks import num_cached_tokens_at
 from paged_jax.models.layer_groups import CacheSpec, LayerGroup
 from paged_jax.scheduler.admission import Admission
@@ -117,7 +118,7 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         preemption: Preemption = "auto",
         costs: PreemptionCosts | None = None,
-        groups: Items[CacheSpec] = (LayerGroup(None, (0,)),),
+        groups: Items[CacheSpec] = (LayerGroup(AllTokens(), (0,)),),
         state_interval: int | None = None,
         stats: EngineStats | None = None,
     ):

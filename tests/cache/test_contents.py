@@ -71,7 +71,8 @@ def test_state_dict_of_a_cache_has_its_fields() -> None:
     group = state["groups"]["0"]
     assert set(group) == {"pools", "tables"}
     assert set(group["pools"]) == {"k", "v", "k_scale", "v_scale"}
-    assert group["tables"]["window"] == 4 and group["tables"]["block_size"] == 4
+    assert group["tables"]["retention"] == "LastTokens(window=4)"
+    assert group["tables"]["block_size"] == 4
     np.testing.assert_array_equal(group["tables"]["pool"]["free_queue"], np.arange(6))
 
 
@@ -80,7 +81,10 @@ def test_state_dict_of_a_cache_has_its_fields() -> None:
     [
         ({"num_blocks": 7}, r"CacheGroup.pools.k: the state must be float32 \[1, 7, 1, 4, 8\]"),
         ({"dtype": jnp.bfloat16}, "CacheGroup.pools.k: the state must be bfloat16"),
-        ({"window": 4}, "the state must have window = 4, got None"),
+        (
+            {"window": 4},
+            r"the state must have retention = LastTokens\(window=4\), got AllTokens\(\)",
+        ),
         ({"block_size": 2, "head_dim": 16}, "CacheGroup.pools.k: the state must be"),
     ],
 )

@@ -17,7 +17,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from paged_jax.cache import PagedCache, paged_cache
 from paged_jax.cache.blocks import check_invariants
-from paged_jax.cache.sequence_blocks import first_kept_column, max_blocks_in_window
+from paged_jax.cache.sequence_blocks import max_blocks_in_window
 from tests.support.block_tables import as_arrays, cached, contents_of, free_blocks, i32, publish
 from tests.support.cache_histories import (
     JIT,
@@ -178,8 +178,7 @@ class GroupsMachine(CacheMachine):
                 first = blocks.count(None)
                 num_held = len(blocks) - first
                 assert num_held <= most, "no more than a window and what was appended last"
-                if tables.window is not None:
-                    assert first <= first_kept_column(len(tokens), tables.window, C)
+                assert first <= tables.retention.cursor(len(tokens), C)
         check_tokens(cache, self.blocks)
         used = [count - len(model.free) for count, model in
                 zip(NUM_BLOCKS, self.blocks.models, strict=True)]  # fmt: skip

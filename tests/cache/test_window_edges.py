@@ -72,7 +72,7 @@ def test_restore_and_slide_keep_the_blocks_of_each_window(window) -> None:
     assert ok and restored.lengths.tolist() == LENGTHS and columns_of(restored) == needed
 
     tables, _, ok = RESERVE(BlockTables.create(P, S, M, C), lengths, max_tokens=M * C)
-    tables = replace(tables, window=window, first_columns=empty.first_columns)
+    tables = replace(tables, retention=empty.retention, first_columns=empty.first_columns)
     whole = [set(range(-(-length // C))) for length in LENGTHS]
     assert ok and columns_of(tables) == whole
     # First every third slot, then the next one. The others keep all their blocks.

@@ -370,8 +370,8 @@ def test_cache_groups_and_cache_map_show_all_groups(models, forward, jobs, kind)
         groups = engine.cache.groups
         free = [int(group.tables.pool.num_free) for group in groups]
         for number, use in enumerate(engine.cache_groups):
-            assert (use.num_blocks, use.window) == (
-                groups[number].num_blocks, groups[number].tables.window,
+            assert (use.num_blocks, use.kept) == (
+                groups[number].num_blocks, groups[number].tables.retention.label,
             )  # fmt: skip
             if not engine.core.is_ahead:  # otherwise they are the numbers of the last step
                 assert use.num_used == use.num_blocks - free[number]

@@ -264,13 +264,13 @@ def test_cache_groups_map_and_metrics_show_the_states() -> None:
     def look(_: int) -> None:
         nonlocal most
         attention, states = engine.cache_groups
-        assert not attention.is_recurrent and attention.num_layers == 1
-        assert states.is_recurrent and states.num_layers == 2
+        assert attention.kept == "all" and attention.num_layers == 1
+        assert states.kept == "states" and states.num_layers == 2
         assert states.num_blocks == SIZES["max_num_seqs"] + SIZES["num_snapshots"]
         tables = jax.device_get(engine.cache.groups[-1].tables)
         if not engine.core.is_ahead:  # otherwise they are the numbers of the last step
             assert states.num_used == states.num_blocks - int(tables.pool.num_free)
-        assert [group.is_recurrent for group in snapshot(engine).groups] == [False, True]
+        assert [group.kept for group in snapshot(engine).groups] == ["all", "states"]
         most = max(most, states.num_used)
 
     prompts = [random_tokens(seed, 30) for seed in range(3)]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from paged_jax.cache.retention import AllTokens, LastTokens
 from paged_jax.models.layer_groups import LayerGroup
 from paged_jax.scheduler.scheduler import Scheduler
 from tests.support.fake_memory import FakeEngine, make_request
@@ -9,7 +10,7 @@ from tests.support.scheduling import C, add, check_outputs, prompt_of
 
 
 def test_window_budget_runs_long_prompts_in_few_blocks():
-    window, groups = 9, (LayerGroup(9, (0, 1)),)
+    window, groups = 9, (LayerGroup(LastTokens(9), (0, 1)),)
     scheduler = Scheduler(
         2, 3, C, max_num_batched_tokens=64, max_chunk=32, max_steps=4, groups=groups
     )
@@ -28,7 +29,12 @@ def test_window_budget_runs_long_prompts_in_few_blocks():
 def test_window_budget_counts_whole_rows_for_samples():
     """Samples share blocks at first. A shared block is free when the last sample frees it."""
     scheduler = Scheduler(
-        4, 8, C, max_num_batched_tokens=64, max_chunk=32, groups=(LayerGroup(9, (0, 1)),)
+        4,
+        8,
+        C,
+        max_num_batched_tokens=64,
+        max_chunk=32,
+        groups=(LayerGroup(LastTokens(9), (0, 1)),),
     )
     engine = FakeEngine(scheduler, 4, eos=None, window=9)
     sequences = add(engine, 0, length=20, max_tokens=12, num_samples=4)
@@ -41,7 +47,7 @@ def test_window_budget_counts_whole_rows_for_samples():
 
 def test_num_swapped_counts_the_blocks_of_each_group():
     """With 20 tokens one of four layers has 5 blocks, the others have 2: 11 / 4, rounded up."""
-    groups = (LayerGroup(None, (3,)), LayerGroup(9, (0, 1, 2)))
+    groups = (LayerGroup(AllTokens(), (3,)), LayerGroup(LastTokens(9), (0, 1, 2)))
     scheduler = Scheduler(1, 20, C, max_num_batched_tokens=9, max_chunk=9, groups=groups)
     assert [scheduler.block_budget.num_swapped(n) for n in (20, 8)] == [3, 2]
     assert scheduler.block_budget.num_wanted(20) == scheduler.block_budget.num_required(20) == 5

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from paged_jax.cache.retention import retention
 from paged_jax.cache.sequence_blocks import max_blocks_in_window
 from paged_jax.models.layer_groups import LayerGroup
 from paged_jax.scheduler.request import Request, Sequence
@@ -226,7 +227,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             preemption=preemption,
             costs=PreemptionCosts(1.0, 1.5, max_swapped),
-            groups=(LayerGroup(window, (0, 1)),),
+            groups=(LayerGroup(retention(window), (0, 1)),),
         )
         self.engine = FakeEngine(scheduler, num_slots, window=window)
         self.window = window

@@ -29,7 +29,7 @@ from paged_jax.arguments import check_positive, names_arguments
 from paged_jax.cache import block_pool
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.drawing import BlockMap, BlockRow, draw_html, draw_text
-from paged_jax.cache.retention import Retention, retention
+from paged_jax.cache.retention import AllTokens, Retention, retention
 from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.dims import bind
 from paged_jax.formatting import cut, integers, shortened
@@ -50,9 +50,8 @@ class BlockTables:
         (the number of blocks).
       lengths: i32[S], the number of tokens in each slot; 0 if it is empty.
       block_size: C, the number of tokens in a block (static).
-      window: the number of tokens that a query attends to, including its own position (static);
-        None for all tokens, or another `Retention`. When a slot grows, it frees the blocks that no
-        later token attends to. Their columns become P.
+      retention: the rule for the tokens that slots keep (static). When a slot grows, it frees the
+        blocks that it does not keep. Their columns become P.
       first_columns: i32[S], the cursor of each slot, at most `Retention.cursor`. All columns before
         it that the slot does not need are freed. None if slots free no blocks while they grow.
 
@@ -70,7 +69,7 @@ class BlockTables:
     block_tables: jax.Array
     lengths: jax.Array
     block_size: int = field(metadata={"static": True})
-    window: int | Retention | None = field(default=None, metadata={"static": True})
+    retention: Retention = field(default=AllTokens(), metadata={"static": True})
     first_columns: jax.Array | None = None
 
     def __repr__(self) -> str:
@@ -98,6 +97,14 @@ class BlockTables:
     ) -> "BlockTables":
         """Return `num_slots` empty slots over a pool of `num_blocks` free blocks.
 
+        Args:
+          num_blocks: P, number of blocks.
+          num_slots: S, number of slots.
+          max_blocks_per_slot: M, maximum number of blocks in a slot.
+          block_size: C, number of tokens in a block.
+          window: number of tokens that a query attends to, including its own position; None for
+            all tokens, or another `Retention`.
+
         Raises:
           ValueError: a size is not a positive integer, or so large that block ids or token
               positions do not fit in int32.
@@ -116,19 +123,15 @@ class BlockTables:
             max_blocks_per_slot * block_size,
             "Use shorter block tables.",
         )
+        rule = retention(window)
         return cls(
             pool=BlockPool.create(num_blocks, block_size),
             block_tables=jnp.full((num_slots, max_blocks_per_slot), num_blocks, jnp.int32),
             lengths=jnp.zeros(num_slots, jnp.int32),
             block_size=block_size,
-            window=window,
-            first_columns=jnp.zeros(num_slots, jnp.int32) if retention(window).frees else None,
+            retention=rule,
+            first_columns=jnp.zeros(num_slots, jnp.int32) if rule.frees else None,
         )
-
-    @property
-    def retention(self) -> Retention:
-        """The rule for the tokens that slots keep, from `window`."""
-        return retention(self.window)
 
     @property
     def num_slots(self) -> int:

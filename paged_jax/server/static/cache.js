@@ -243,9 +243,8 @@ function list() {
 
 // Describes the blocks of a cache group. The map shows the first group only.
 function groupText(group) {
-  let kept = group.window === null ? "all tokens" : `a window of ${group.window} tokens`;
-  if (group.is_recurrent) kept = "states";
-  return `; ${group.num_layers} layers with ${kept}: ${group.num_used} of ${group.num_blocks}`;
+  const used = `${group.num_used} of ${group.num_blocks}`;
+  return `; ${group.num_layers} layers ${group.description}: ${used}`;
 }
 
 // Curves
