@@ -1,19 +1,32 @@
 """Extension of Griffe, which reads the docstrings and signatures of the API reference.
 
-Griffe parses the source and imports nothing. This extension does four things:
+Griffe parses the source. This extension does four things:
 
 - Docstrings become Markdown: characters outside code that Markdown would interpret are escaped, a
   block of code may follow a ``::``, and a section may be named "Example".
 - Names of classes, and of functions at the top of the package, become links.
-- A field of `EngineConfig` has the default of its `option`.
+- A field that is declared by `option` has its default, and its help as a docstring.
 - A constructor with `takes_options` has the fields of `EngineConfig` as its arguments.
 """
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
 
-from griffe import Attribute, Class, ExprCall, Extension, Function, GriffeLoader, Module, Object
+from griffe import (
+    Attribute,
+    Class,
+    Docstring,
+    ExprCall,
+    Extension,
+    Function,
+    GriffeLoader,
+    Module,
+    Object,
+)
+
+from paged_jax.options import options_of
 
 API = Path(__file__).resolve().parent / "api"
 OPTIONS = "paged_jax.engine.config.EngineConfig"
@@ -91,9 +104,14 @@ class DocstringExtension(Extension):
             obj.docstring.value = as_markdown(obj.docstring.value, self.links)
 
     def on_attribute_instance(self, *, attr: Attribute, **kwargs: Any) -> None:
-        """Take the default of an option as the value of its field."""
+        """Take the default of an option as the value of its field, and describe the field."""
         if isinstance(attr.value, ExprCall) and str(attr.value.function) == "option":
             attr.value = attr.value.arguments[0]
+            assert isinstance(attr.parent, Class)
+            config = getattr(importlib.import_module(attr.module.path), attr.parent.name)
+            [help] = [each.help for each in options_of(config) if each.name == attr.name]
+            text = as_markdown(f"{help[0].upper()}{help[1:]}.", self.links)
+            attr.docstring = Docstring(text, parent=attr)
 
     def on_package(self, *, pkg: Module, loader: GriffeLoader, **kwargs: Any) -> None:
         """Give the fields of `EngineConfig` to the constructors that take them."""

@@ -15,7 +15,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from paged_jax.engine.config import option_specs
+from paged_jax.engine.config import EngineConfig
+from paged_jax.options import options_of
 from paged_jax.server import bodies
 from paged_jax.server.anthropic_bodies import MessagesBody
 from paged_jax.server.openapi import ENDPOINTS
@@ -31,7 +32,7 @@ _CODE_SPAN = re.compile(r"(``.+?``|`[^`]+`)", re.DOTALL)
 def options_table() -> str:
     """Return the table of engine options."""
     rows = ["| option | meaning | default | flag | vLLM |", "|---|---|---|---|---|"]
-    for each in option_specs():
+    for each in options_of(EngineConfig):
         flag, vllm = (f"`{name}`" if name else "" for name in (each.flag, each.vllm))
         meaning, default = (_escape(text) for text in (each.help, each.default_help))
         rows.append(f"| `{each.name}` | {meaning} | {default} | {flag} | {vllm} |")

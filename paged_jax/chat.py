@@ -70,7 +70,7 @@ def make_parser() -> Parser:
     add_engine_arguments(parser, defaults={"max_num_seqs": "1", "steps_per_dispatch": "1"})
     add_process_arguments(parser)
     sampling = parser.add_argument_group("sampling")
-    add_sampling_arguments(sampling, default_max_tokens=_MAX_TOKENS)
+    add_sampling_arguments(sampling, default_max_tokens=_MAX_TOKENS, has_samples=False)
     conversation = parser.add_argument_group("conversation")
     conversation.add_argument(
         "--system", metavar="TEXT", help="system message; default: from the chat template"

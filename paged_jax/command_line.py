@@ -15,11 +15,12 @@ import jax
 
 from paged_jax import __version__, distributed
 from paged_jax.arguments import advise, suggest
-from paged_jax.engine.config import VLLM_NAMES, OptionSpec, option_specs
+from paged_jax.engine.config import VLLM_NAMES, EngineConfig
 from paged_jax.models.hub import find_model
 from paged_jax.models.llama_config import LlamaConfig
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.monitoring import Status
+from paged_jax.options import Option, options_of
 from paged_jax.runner.devices import GPU_SHARE
 from paged_jax.user_cache import keep_compiled_programs
 
@@ -57,7 +58,7 @@ _OTHER_FLAGS = {
 }
 # Matches the beginning of the error message of a Python function: "FUNCTION: ARGUMENT".
 _CALLABLE = re.compile(
-    r"(?:Engine|LLM|SamplingParams|Scheduler\.add|request|from_pretrained): (\w+)"
+    r"(?:Engine|LLM|Server|Limits|SamplingParams|Scheduler\.add|request|from_pretrained): (\w+)"
 )
 
 
@@ -65,7 +66,9 @@ _EXAMPLES = "examples:"
 
 
 # The options that select the model.
-MODEL_OPTIONS = [each for each in option_specs() if each.name in ("model", "revision", "download")]
+MODEL_OPTIONS = [
+    each for each in options_of(EngineConfig) if each.name in ("model", "revision", "download")
+]
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -280,7 +283,7 @@ def add_engine_arguments(
       defaults: see `add_option_flags`.
     """
     group = parser.add_argument_group("engine")
-    add_option_flags(group, option_specs(), defaults or {})
+    add_option_flags(group, options_of(EngineConfig), defaults or {})
     group.add_argument(
         "--no-compilation-cache",
         action="store_true",
@@ -313,7 +316,7 @@ def status_of(args: argparse.Namespace) -> Status:
 
 def add_option_flags(
     group: argparse._ActionsContainer,
-    options: Iterable[OptionSpec],
+    options: Iterable[Option],
     defaults: Mapping[str, str],
 ) -> None:
     """Add a flag for each option. The parsed value is None if the user does not give the flag.
@@ -322,18 +325,22 @@ def add_option_flags(
       group: a parser or one of its argument groups.
       options: the options. Options without a flag are skipped.
       defaults: maps the names of options to texts that describe their defaults in the help. It is
-        needed only for options that have another default in this command than in `OptionSpec`.
+        needed only for options that have another default in this command than in `Option`.
     """
     for each in options:
         if each.flag is None:
             continue
-        words = f"{each.help}; default: {defaults.get(each.name, each.default_help)}"
+        default = defaults.get(each.name, each.default_help)
+        words = f"{each.help}; default: {default}"
         if each.type is not bool:
             kind: dict[str, Any] = {
                 "type": each.type,
                 "choices": each.choices or None,
                 "metavar": each.metavar,
             }
+            if each.is_repeated:
+                kind["action"] = "append"
+                words = f"{each.help}; may be repeated; default: {default}"
         elif each.default is None:
             kind = {"action": argparse.BooleanOptionalAction}
         else:
@@ -352,19 +359,19 @@ def _escape(text: str) -> str:
 def _name_flags(text: str) -> str:
     """Adapt a help text to command lines.
 
-    Names of options become flags. A remark "; in Python also ..." is removed, up to the next ";".
+    Names of options become flags. A remark "; in Python ..." is removed, up to the next ";".
     """
-    text = re.sub("; in Python also [^;]*", "", text)
+    text = re.sub("; in Python [^;]*", "", text)
     flags = {name: flag for name, flag in _option_flags().items() if "_" in name}
     return re.sub(r"\w+", lambda match: flags.get(match[0], match[0]), text)
 
 
 @functools.cache
 def _option_flags() -> dict[str, str]:
-    return {each.name: each.flag for each in option_specs() if each.flag}
+    return {each.name: each.flag for each in options_of(EngineConfig) if each.flag}
 
 
-def given_options(args: argparse.Namespace, options: Iterable[OptionSpec]) -> dict[str, Any]:
+def given_options(args: argparse.Namespace, options: Iterable[Option]) -> dict[str, Any]:
     """Return a dict from names to values of the options that the user set with flags."""
     values = {each.name: getattr(args, each.name, None) for each in options if each.flag}
     return {name: value for name, value in values.items() if value is not None}
@@ -383,7 +390,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("--model must not be empty. Omit it to use the bundled model.")
     if not args.no_compilation_cache:
         keep_compiled_programs()
-    options = given_options(args, option_specs())
+    options = given_options(args, options_of(EngineConfig))
     if getattr(args, "quiet", False):
         options["show_progress"] = False
     return options | _contiguous_options(options) if args.contiguous else options

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -14,9 +13,11 @@ from paged_jax.cache_map import changes, snapshot
 from paged_jax.command_line import (
     Parser,
     add_engine_arguments,
+    add_option_flags,
     add_process_arguments,
     add_quiet_argument,
     engine_options,
+    given_options,
     join_processes,
     read_prompts,
     status_of,
@@ -26,7 +27,7 @@ from paged_jax.formatting import LINE_ENDS, format_bytes
 from paged_jax.llm import LLM
 from paged_jax.models.layer_groups import LayerGroup
 from paged_jax.monitoring import Status, check_profile_folder, profiled
-from paged_jax.sampling.numeric_params import NUMBERS
+from paged_jax.options import options_of
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.outputs import RequestOutput
 
@@ -72,10 +73,7 @@ def make_parser() -> Parser:
         "with the field prompt or prompt_token_ids in each line",
     )
     sampling = parser.add_argument_group("sampling")
-    add_sampling_arguments(sampling, default_max_tokens=_MAX_TOKENS)
-    sampling.add_argument(
-        "--n", type=int, default=1, metavar="N", help="number of samples per prompt; default: 1"
-    )
+    add_sampling_arguments(sampling, default_max_tokens=_MAX_TOKENS, has_samples=True)
     output = parser.add_argument_group("input and output")
     output.add_argument(
         "--chat", action="store_true", help="wrap each prompt in the model's chat template"
@@ -99,35 +97,22 @@ def make_parser() -> Parser:
     return parser
 
 
-def add_sampling_arguments(sampling: argparse._ArgumentGroup, *, default_max_tokens: int) -> None:
+def add_sampling_arguments(
+    sampling: argparse._ArgumentGroup, *, default_max_tokens: int, has_samples: bool
+) -> None:
     """Add the flags for sampling parameters. `given_params` reads their values.
 
     Args:
       sampling: an argument group of the parser.
       default_max_tokens: default of ``--max-tokens`` for models that recommend no value. It is used
         only in the help text.
+      has_samples: whether to add ``--n``, the number of samples.
     """
-    sampling.add_argument(
-        "--max-tokens",
-        type=int,
-        metavar="N",
-        help="maximum number of tokens to generate for each sample; default: the model's, or "
-        f"{default_max_tokens}",
-    )
-    for name, number in NUMBERS.items():
-        if number.help is not None:
-            sampling.add_argument(
-                f"--{name.replace('_', '-')}",
-                type=number.type,
-                metavar="N" if number.type is int else "X",
-                help=number.help,
-            )
-    sampling.add_argument(
-        "--seed", type=int, metavar="N", help="seed of the random draws; default: 0"
-    )
-    sampling.add_argument(
-        "--stop", action="append", metavar="TEXT", help="text that ends a sample; may be repeated"
-    )
+    options = options_of(SamplingParams)
+    defaults = {each.name: "the model's value" for each in options if each.is_recommended}
+    defaults |= {"max_tokens": f"the model's value, or {default_max_tokens}", "seed": "0"}
+    shown = [each for each in options if has_samples or each.name != "n"]
+    add_option_flags(sampling, shown, defaults)
 
 
 def _run(args: argparse.Namespace, status: Status) -> None:
@@ -135,12 +120,13 @@ def _run(args: argparse.Namespace, status: Status) -> None:
     options = engine_options(args)
     prompts = _read_prompts(args)
     given = given_params(args)
-    SamplingParams(**given)  # raises an error for invalid parameters before the model is loaded
+    # Raises an error for invalid parameters before the model is loaded.
+    num_samples = SamplingParams(**given).n * len(prompts)
     if args.profile is not None:
         check_profile_folder(args.profile)
     status.say("loading the model")
-    is_stream = len(prompts) == args.n == 1
-    options.setdefault("max_num_seqs", min(_MAX_NUM_SEQS, args.n * len(prompts)))
+    is_stream = num_samples == 1
+    options.setdefault("max_num_seqs", min(_MAX_NUM_SEQS, num_samples))
     if is_stream or args.show_blocks:
         options.setdefault("steps_per_dispatch", 1)
     llm = LLM(**options, on_compile=status.say)
@@ -242,10 +228,7 @@ def _as_chat(llm: LLM, prompt: Prompt) -> Prompt:
 
 def given_params(args: argparse.Namespace) -> dict[str, Any]:
     """Return a dict of the sampling parameters that the user set with flags."""
-    names = {field.name for field in dataclasses.fields(SamplingParams)}
-    return {
-        name: value for name, value in vars(args).items() if name in names and value is not None
-    }
+    return given_options(args, options_of(SamplingParams))
 
 
 def _raise_error(output: RequestOutput) -> None:

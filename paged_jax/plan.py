@@ -21,7 +21,7 @@ from paged_jax.command_line import (
     model_folder,
     take_gpu_memory,
 )
-from paged_jax.engine.config import option_specs
+from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.device_memory import device_memory
 from paged_jax.engine.footprint import GroupFootprint
 from paged_jax.engine.memory_plan import (
@@ -35,10 +35,11 @@ from paged_jax.engine.memory_plan import (
 from paged_jax.formatting import format_bytes
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.loading.pretrained import read_config, read_formats
+from paged_jax.options import options_of
 from paged_jax.runner.devices import server_memory_share
 
 # Engine options that affect how much memory the engine needs.
-_OPTIONS = [each for each in option_specs() if each.decides_memory]
+_OPTIONS = [each for each in options_of(EngineConfig) if each.decides_memory]
 _UNITS = {"": 1}
 _UNITS |= {f"{letter}ib": 1024**i for i, letter in enumerate("kmgt", 1)}
 _UNITS |= {f"{letter}b": 1000**i for i, letter in enumerate("kmgt", 1)}

@@ -28,10 +28,11 @@ from paged_jax.dims import bind
 from paged_jax.formatting import short_repr
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.step_arrays import check_token_ids
+from paged_jax.options import options_of
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import decode_steps
 from paged_jax.sampling.constraints import Constraints
-from paged_jax.sampling.numeric_params import NUMBERS
+from paged_jax.sampling.params import SamplingParams
 from paged_jax.sampling.sample import Draws
 from paged_jax.sampling.state import SlotSampling, to_device_values
 from paged_jax.sampling.token_bias import NO_BIAS, TokenBias
@@ -604,14 +605,11 @@ def _check_numbers(values: dict[str, ArrayLike]) -> None:
 
     Traced values are not checked.
     """
-    for name, value in values.items():
-        if isinstance(value, Tracer):
-            continue
-        number = NUMBERS[name]
-        for each in np.asarray(value).reshape(-1).tolist():
-            if not number.allows(each):
-                rule = f"must {number.rule}, got {each!r}. {number.advice}"
-                raise ArgumentError("rollout", rule, name)
+    for each in options_of(SamplingParams):
+        value = values.get(each.name)
+        if value is not None and not isinstance(value, Tracer):
+            for element in np.asarray(value).reshape(-1).tolist():
+                each.check("rollout", element)
 
 
 def _sampling(

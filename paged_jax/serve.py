@@ -1,4 +1,8 @@
-"""Command line for the HTTP server: ``python -m paged_jax.serve``."""
+"""Command line for the HTTP server: ``python -m paged_jax.serve``.
+
+`ServerOptions` has the options of the server. Without an API key, it refuses an address that other
+machines can reach.
+"""
 
 import argparse
 import contextlib
@@ -6,14 +10,13 @@ import dataclasses
 import gc
 import ipaddress
 import logging
-import math
 import os
 import re
 import socket
 import stat
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -23,8 +26,10 @@ from paged_jax import distributed
 from paged_jax.command_line import (
     Parser,
     add_engine_arguments,
+    add_option_flags,
     add_process_arguments,
     engine_options,
+    given_options,
     join_processes,
     take_gpu_memory,
 )
@@ -34,6 +39,7 @@ from paged_jax.models.gguf_file import is_gguf
 from paged_jax.models.hub import is_model_name
 from paged_jax.models.text.reasoning import FORMATS as REASONING_FORMATS
 from paged_jax.monitoring import check_profile_folder
+from paged_jax.options import SECONDS, check_options, integer, option, options_of
 
 try:
     import resource
@@ -63,6 +69,209 @@ _HOST_NAME = re.compile(r"[\w-]+(\.[\w-]+)*", re.ASCII)
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
+@dataclasses.dataclass(frozen=True)
+class ServerOptions:
+    """Options of the server, in addition to those of the engine and to `Limits`.
+
+    Each field is a flag of ``paged_jax.serve``.
+
+    Raises:
+      ValueError: an option is out of bounds, or does not go with another one.
+    """
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(
+        5000,
+        "port to listen on; 0 picks a free port",
+        bounds=integer("in 0..65535", ge=0, lt=2**16),
+    )
+    served_model_name: str | None = option(
+        None,
+        "model name in requests and responses",
+        default_help="the name of the model's folder or file",
+        metavar="NAME",
+    )
+    api_key: Sequence[str] = option(
+        (),
+        "key that clients must send for all routes except the probes and the chat page, for "
+        "example one for each tenant",
+        default_help="none",
+        metavar="KEY",
+        repr=False,
+    )
+    admin_key: str | None = option(
+        None,
+        "key for the cache page and for the routes that change the engine; without it, these "
+        "routes are disabled; the page is disabled too if there are API keys",
+        default_help="none",
+        metavar="KEY",
+        repr=False,
+    )
+    allowed_host: Sequence[str] = option(
+        (),
+        "accepted name in the Host header",
+        default_help="all names, or only localhost, 127.0.0.1 and ::1 if --host is a loopback "
+        "address",
+        metavar="NAME",
+    )
+    keep_alive: int = option(
+        75,
+        "seconds after which an idle connection is closed; must be more than the timeout of a load "
+        "balancer in front of the server, which is often 60",
+        bounds=SECONDS,
+        metavar="SECONDS",
+    )
+    root_path: str = option(
+        "",
+        "path under which a proxy serves this server, such as /llm",
+        default_help="none",
+        metavar="PATH",
+    )
+    allowed_origin: Sequence[str] = option(
+        (),
+        "web site that may use the server from a browser (CORS), such as https://example.com; * "
+        "allows all",
+        default_help="none",
+        metavar="ORIGIN",
+    )
+    ping_seconds: float = option(
+        15.0,
+        "seconds without events after which a stream sends a ping, so that proxies and clients "
+        "keep the connection open; 0 for no pings",
+        metavar="SECONDS",
+    )
+    uds: str | None = option(
+        None,
+        "listen on a Unix socket at this path instead of a host and port",
+        default_help="none",
+        metavar="PATH",
+    )
+    reasoning_format: str = option(
+        "auto",
+        "format of the reasoning in the generated text; answers of chats have the reasoning in a "
+        "separate field; auto detects the format from the chat template, none leaves the "
+        "reasoning in the content",
+        choices=("auto", "none", *REASONING_FORMATS),
+    )
+    warmup: bool = option(
+        True,
+        "compile all programs before the server is ready; each program is then compiled when a "
+        "request first needs it",
+        flag="--no-warmup",
+    )
+    drain_timeout: float = option(
+        30.0,
+        "maximum seconds for running requests to finish after SIGTERM or Ctrl-C",
+        bounds=SECONDS,
+        metavar="SECONDS",
+    )
+    grace: float = option(
+        5.0,
+        "minimum seconds after SIGTERM during which new requests are answered with the status 503, "
+        "so that a load balancer notices the shutdown",
+        bounds=SECONDS,
+        metavar="SECONDS",
+    )
+    stall_seconds: float = option(
+        60.0,
+        "/health reports a stalled engine if it has work but finishes no step for this many "
+        "seconds",
+        bounds=SECONDS,
+        metavar="SECONDS",
+    )
+    profile: str | None = option(
+        None,
+        "folder for profiles, which are recorded between POST /start_profile and POST "
+        "/stop_profile; both routes require the admin key",
+        default_help="none",
+        metavar="DIR",
+    )
+    log_level: str = option(
+        "info",
+        "minimum level of log lines; info logs each request, debug also logs probes",
+        choices=("debug", "info", "warning", "error"),
+    )
+    log_format: LogFormat = option(
+        "text",
+        "format of log lines: plain text, or a JSON object per line",
+        choices=get_args(LogFormat),
+    )
+
+    def __post_init__(self) -> None:
+        check_options("Server", vars(self), ServerOptions)
+        if self.uds is None and not _is_loopback(self.host) and not self.api_key:
+            raise ValueError(
+                f"--host must be a loopback address if there is no --api-key, got {self.host}: any "
+                "client that reaches the port could use the model. Add --api-key."
+            )
+        self._check_keys()
+        if self.profile is not None:
+            if self.admin_key is None:
+                raise ValueError(
+                    "--profile must be given together with --admin-key, because the routes that "
+                    "record profiles require the admin key."
+                )
+            check_profile_folder(self.profile)
+        if self.served_model_name == "":
+            raise ValueError(
+                "--served-model-name must not be empty. Omit it to use the name of the model's "
+                "folder or file."
+            )
+        path = self.root_path
+        if path and not (path.startswith("/") and path.isascii() and not path.endswith("/")):
+            raise ValueError(
+                f"--root-path must be a path in ASCII that begins with / and does not end with /, "
+                f"got {path}."
+            )
+        for name in self.allowed_host:
+            _check_host_name(name)
+
+    def _check_keys(self) -> None:
+        keys = [*self.api_key, *([] if self.admin_key is None else [self.admin_key])]
+        if not all(keys):
+            raise ValueError("--api-key and --admin-key must not be empty.")
+        if not all(key == key.strip() and key.isprintable() for key in keys):
+            # Clients cannot send such keys in an HTTP header.
+            raise ValueError(
+                "--api-key and --admin-key must be printable, without spaces at the start or the "
+                "end."
+            )
+        if self.admin_key in self.api_key:
+            raise ValueError("--admin-key must differ from each --api-key.")
+
+    def settings(self, limits: Limits, model: str | None) -> Settings:
+        """Return the settings of the service.
+
+        Args:
+          limits: limits on requests and connections.
+          model: value of ``--model``, which gives the default name of the model.
+        """
+        hosts: Sequence[str] = self.allowed_host
+        if not hosts and _is_loopback(self.host):
+            hosts = *_LOOPBACK, self.host
+        return Settings(
+            model_name=self.served_model_name or _name_of(model),
+            limits=limits,
+            api_keys=tuple(self.api_key),
+            admin_key=self.admin_key,
+            allowed_hosts=tuple(sorted({host.lower() for host in hosts})) or None,
+            stall_seconds=self.stall_seconds,
+            profile_folder=self.profile,
+            reasoning_format=self.reasoning_format,
+            ping_seconds=self.ping_seconds,
+            allowed_origins=tuple(self.allowed_origin),
+        )
+
+
+def server_options(args: argparse.Namespace) -> ServerOptions:
+    """Return the options that the flags set, with keys from the environment if no flag has them."""
+    given = given_options(args, options_of(ServerOptions))
+    given.setdefault("api_key", os.environ.get(_API_KEY, "").split())
+    # Strip the value, because files with secrets often end with a newline.
+    given.setdefault("admin_key", os.environ.get(_ADMIN_KEY, "").strip() or None)
+    return ServerOptions(**given)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Serve until a signal or a failure of the engine, and return the exit status.
 
@@ -74,26 +283,40 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace) -> None:
-    _check(args)
+    options = server_options(args)
+    settings = options.settings(Limits(**given_options(args, options_of(Limits))), args.model)
     take_gpu_memory()
     join_processes(args)
     if not distributed.is_leader():
         Engine(**engine_options(args)).follow()
         return
-    settings = _settings(args)
     # Bind the address first: an address in use is then reported before the model is loaded, which
     # can take minutes.
-    listener = _listener(args.host, args.port) if args.uds is None else _unix_listener(args.uds)
+    listener = (
+        _listener(options.host, options.port)
+        if options.uds is None
+        else _unix_listener(options.uds)
+    )
     hint = _hint(url_of(listener), settings)
-    startup = Startup(lambda note: _make_service(args, settings, hint, note))
-    with logs_on_stderr(args.log_level, args.log_format):
+
+    def make_engine(report: Callable[[str], None]) -> Engine:
+        given = engine_options(args)
+        if options.log_format == "json":
+            given.setdefault("show_progress", False)  # stderr has only JSON
+        engine = Engine(**given)
+        if options.warmup:
+            engine.warmup(lambda done, total, name: report(f"compiling {done} of {total}: {name}"))
+        return engine
+
+    startup = Startup(lambda note: _make_service(make_engine, settings, hint, note))
+    with logs_on_stderr(options.log_level, options.log_format):
         server = Server(
             startup,
             _fit_open_files(settings.limits),
-            drain_timeout=args.drain_timeout,
-            grace=args.grace,
-            timeout_keep_alive=args.keep_alive,
-            root_path=args.root_path,
+            drain_timeout=options.drain_timeout,
+            grace=options.grace,
+            timeout_keep_alive=options.keep_alive,
+            root_path=options.root_path,
             log_config=None,
             access_log=False,  # `RequestLogMiddleware` logs requests
         )
@@ -148,12 +371,16 @@ def _is_below(limit: int, number: int) -> bool:
 
 
 def _make_service(
-    args: argparse.Namespace, settings: Settings, hint: str, note: Callable[[str], None]
+    make_engine: Callable[[Callable[[str], None]], Engine],
+    settings: Settings,
+    hint: str,
+    note: Callable[[str], None],
 ) -> Service:
     """Load the model, compile its programs, and return the service.
 
     Args:
-      args: the parsed arguments of the command line.
+      make_engine: function that loads the model, compiles its programs, and calls its argument with
+        each line about the progress.
       settings: settings of the service.
       hint: line that is logged when the engine is ready, see `_hint`.
       note: function that is called with each line about the progress. The lines are also logged.
@@ -165,12 +392,7 @@ def _make_service(
 
     start = time.perf_counter()
     report("loading the model")
-    options = engine_options(args)
-    if args.log_format == "json":
-        options.setdefault("show_progress", False)  # stderr has only JSON
-    engine = Engine(**options)
-    if not args.no_warmup:
-        engine.warmup(lambda done, total, name: report(f"compiling {done} of {total}: {name}"))
+    engine = make_engine(report)
     # `freeze` excludes all current objects from garbage collection: the model and its programs live
     # as long as the process. Otherwise each full collection would traverse them, and delay all
     # streams by a third of a second.
@@ -226,206 +448,14 @@ def make_parser() -> Parser:
     )
     add_engine_arguments(parser)
     add_process_arguments(parser)
-    server = parser.add_argument_group("server")
-    _add_access_arguments(server)
-    _add_client_arguments(server)
-    _add_process_arguments(server)
+    add_option_flags(parser.add_argument_group("server"), options_of(ServerOptions), {})
     limits = parser.add_argument_group(
         "limits",
         "maximum values for requests and connections; error messages name the limit that was "
         "exceeded",
     )
-    for field in dataclasses.fields(Limits):
-        default = "" if field.default is None else f"; default: {field.default}"
-        limits.add_argument(
-            f"--{field.name.replace('_', '-')}",
-            type=float if isinstance(field.default, float) else int,
-            default=field.default,
-            metavar="N",
-            help=field.metadata["help"] + default,
-        )
+    add_option_flags(limits, options_of(Limits), {})
     return parser
-
-
-def _add_access_arguments(server: argparse._ArgumentGroup) -> None:
-    address = "127.0.0.1"
-    server.add_argument("--host", default=address, help=f"address to listen on; default: {address}")
-    server.add_argument(
-        "--port",
-        type=int,
-        default=5000,
-        metavar="N",
-        help="port to listen on; 0 picks a free port; default: 5000",
-    )
-    server.add_argument(
-        "--served-model-name",
-        metavar="NAME",
-        help="model name in requests and responses; default: the name of the model's folder or "
-        "file",
-    )
-    server.add_argument(
-        "--api-key",
-        action="append",
-        metavar="KEY",
-        help="key that clients must send for all routes except the probes and the chat page; may "
-        "be repeated, for example for several tenants",
-    )
-    server.add_argument(
-        "--admin-key",
-        metavar="KEY",
-        help="key for the cache page and for the routes that change the engine; without it, these "
-        "routes are disabled; the page is disabled too if there are API keys",
-    )
-    server.add_argument(
-        "--allowed-host",
-        action="append",
-        metavar="NAME",
-        help="accepted name in the Host header; may be repeated; default: all names, or only "
-        "localhost, 127.0.0.1 and ::1 if --host is a loopback address",
-    )
-    server.add_argument(
-        "--keep-alive",
-        type=int,
-        default=75,
-        metavar="SECONDS",
-        help="seconds after which an idle connection is closed; must be more than the timeout of a "
-        "load balancer in front of the server, which is often 60; default: 75",
-    )
-    server.add_argument(
-        "--root-path",
-        default="",
-        metavar="PATH",
-        help="path under which a proxy serves this server, such as /llm",
-    )
-
-
-def _add_client_arguments(server: argparse._ArgumentGroup) -> None:
-    server.add_argument(
-        "--allowed-origin",
-        action="append",
-        metavar="ORIGIN",
-        help="web site that may use the server from a browser (CORS), such as "
-        "https://example.com; may be repeated; * allows all; default: none",
-    )
-    server.add_argument(
-        "--ping-seconds",
-        type=float,
-        default=15.0,
-        metavar="SECONDS",
-        help="seconds without events after which a stream sends a ping, so that proxies and "
-        "clients keep the connection open; 0 for no pings; default: 15",
-    )
-    server.add_argument(
-        "--uds",
-        metavar="PATH",
-        help="listen on a Unix socket at this path instead of a host and port",
-    )
-    server.add_argument(
-        "--reasoning-format",
-        default="auto",
-        choices=("auto", "none", *REASONING_FORMATS),
-        help="format of the reasoning in the generated text; answers of chats have the reasoning "
-        "in a separate field; auto detects the format from the chat template, none leaves the "
-        "reasoning in the content; default: auto",
-    )
-
-
-def _add_process_arguments(server: argparse._ArgumentGroup) -> None:
-    server.add_argument(
-        "--no-warmup",
-        action="store_true",
-        help="compile each program when a request first needs it, instead of compiling all "
-        "programs before the server is ready",
-    )
-    server.add_argument(
-        "--drain-timeout",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="maximum seconds for running requests to finish after SIGTERM or Ctrl-C; default: 30",
-    )
-    server.add_argument(
-        "--grace",
-        type=float,
-        default=5.0,
-        metavar="SECONDS",
-        help="minimum seconds after SIGTERM during which new requests are answered with the status "
-        "503, so that a load balancer notices the shutdown; default: 5",
-    )
-    server.add_argument(
-        "--stall-seconds",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="/health reports a stalled engine if it has work but finishes no step for this many "
-        "seconds; default: 60",
-    )
-    server.add_argument(
-        "--profile",
-        metavar="DIR",
-        help="folder for profiles, which are recorded between POST /start_profile and POST "
-        "/stop_profile; both routes require the admin key",
-    )
-    server.add_argument(
-        "--log-level",
-        default="info",
-        choices=("debug", "info", "warning", "error"),
-        help="minimum level of log lines; info logs each request, debug also logs probes; "
-        "default: info",
-    )
-    server.add_argument(
-        "--log-format",
-        default="text",
-        choices=get_args(LogFormat),
-        help="format of log lines: plain text, or a JSON object per line; default: text",
-    )
-
-
-def _check(args: argparse.Namespace) -> None:
-    keys = _keys(args)
-    if args.uds is None and not _is_loopback(args.host) and not keys:
-        raise ValueError(
-            f"--host must be a loopback address if there is no --api-key, got {args.host}: any "
-            "client that reaches the port could use the model. Add --api-key."
-        )
-    admin_key = _admin_key(args)
-    given = [*keys, *([] if admin_key is None else [admin_key])]
-    if not all(given):
-        raise ValueError("--api-key and --admin-key must not be empty.")
-    if not all(key == key.strip() and key.isprintable() for key in given):
-        # Clients cannot send such keys in an HTTP header.
-        raise ValueError(
-            "--api-key and --admin-key must be printable, without spaces at the start or the end."
-        )
-    if admin_key in keys:
-        raise ValueError("--admin-key must differ from each --api-key.")
-    if args.profile is not None:
-        if admin_key is None:
-            raise ValueError(
-                "--profile must be given together with --admin-key, because the routes that record "
-                "profiles require the admin key."
-            )
-        check_profile_folder(args.profile)
-    if args.served_model_name == "":
-        raise ValueError(
-            "--served-model-name must not be empty. Omit it to use the name of the model's folder "
-            "or file."
-        )
-    path = args.root_path
-    if path and not (path.startswith("/") and path.isascii() and not path.endswith("/")):
-        raise ValueError(
-            f"--root-path must be a path in ASCII that begins with / and does not end with /, got "
-            f"{path}."
-        )
-    for name in args.allowed_host or ():
-        _check_host_name(name)
-    if not 0 <= args.port < 2**16:
-        raise ValueError(f"--port must be in 0..65535, got {args.port}.")
-    for name in ("drain_timeout", "grace", "keep_alive", "stall_seconds"):
-        seconds = getattr(args, name)
-        if not 0 <= seconds < math.inf:
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} must be a finite number of seconds >= 0, got {seconds}.")
 
 
 def _check_host_name(name: str) -> None:
@@ -441,17 +471,6 @@ def _check_host_name(name: str) -> None:
                 "--allowed-host must be a name or an address without scheme, port, brackets or *, "
                 f"got {name}. Repeat the option for several names."
             ) from None
-
-
-def _keys(args: argparse.Namespace) -> tuple[str, ...]:
-    return tuple(args.api_key or os.environ.get(_API_KEY, "").split())
-
-
-def _admin_key(args: argparse.Namespace) -> str | None:
-    if args.admin_key is not None:
-        return args.admin_key
-    # Strip the value, because files with secrets often end with a newline.
-    return os.environ.get(_ADMIN_KEY, "").strip() or None
 
 
 def _listener(host: str, port: int) -> socket.socket:
@@ -502,24 +521,6 @@ def _name_of(model: str | None) -> str:
     if is_model_name(model):
         return model
     return Path(model).stem if is_gguf(model) else Path(model).resolve().name
-
-
-def _settings(args: argparse.Namespace) -> Settings:
-    hosts = args.allowed_host or ((*_LOOPBACK, args.host) if _is_loopback(args.host) else None)
-    return Settings(
-        model_name=args.served_model_name or _name_of(args.model),
-        limits=Limits(
-            **{field.name: getattr(args, field.name) for field in dataclasses.fields(Limits)}
-        ),
-        api_keys=_keys(args),
-        admin_key=_admin_key(args),
-        allowed_hosts=None if hosts is None else tuple(sorted({h.lower() for h in hosts})),
-        stall_seconds=args.stall_seconds,
-        profile_folder=args.profile,
-        reasoning_format=args.reasoning_format,
-        ping_seconds=args.ping_seconds,
-        allowed_origins=tuple(args.allowed_origin or ()),
-    )
 
 
 def _is_loopback(host: str) -> bool:

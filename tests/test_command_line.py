@@ -13,7 +13,8 @@ from jaxlib import xla_client
 
 from paged_jax import Engine, __main__, command_line, generate, plan, serve
 from paged_jax.command_line import add_option_flags, engine_options, given_options
-from paged_jax.engine.config import NOT_NEGATIVE, EngineConfig, option, option_specs
+from paged_jax.engine.config import EngineConfig
+from paged_jax.options import NOT_NEGATIVE, option, options_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ def parser_of(options) -> argparse.ArgumentParser:
 
 
 def test_add_option_flags_makes_a_flag_of_each_option_that_has_one() -> None:
-    options = option_specs(ExtendedConfig)
+    options = options_of(ExtendedConfig)
     parser = parser_of(options)
     args = parser.parse_args([])
     assert set(vars(args)) == {each.name for each in options if each.flag}
@@ -52,7 +53,7 @@ def test_add_option_flags_makes_a_flag_of_each_option_that_has_one() -> None:
 
 
 def test_add_option_flags_explains_each_option() -> None:
-    text = " ".join(parser_of(option_specs(ExtendedConfig)).format_help().split())
+    text = " ".join(parser_of(options_of(ExtendedConfig)).format_help().split())
     assert "blocks kept free; see --num-blocks; default: three" in text
     assert "tokens in a block; default: 16" in text
     assert "do not share the cached blocks" in text
@@ -61,13 +62,13 @@ def test_add_option_flags_explains_each_option() -> None:
 def test_given_options_ignores_other_arguments() -> None:
     """The engine has a seed without a flag; `--seed` is the seed of a request."""
     args = argparse.Namespace(block_size=8, dtype=None, prompt="x", seed=3)
-    assert given_options(args, option_specs()) == {"block_size": 8}
+    assert given_options(args, options_of(EngineConfig)) == {"block_size": 8}
 
 
 @pytest.mark.parametrize("command", [generate, serve])
 def test_commands_have_the_flags_of_all_options(command) -> None:
     args = command.make_parser().parse_args(["--prompt", "x"] if command is generate else [])
-    names = {each.name for each in option_specs() if each.flag}
+    names = {each.name for each in options_of(EngineConfig) if each.flag}
     assert names <= set(vars(args))
     args.no_compilation_cache = True
     assert engine_options(args) == {}
@@ -75,11 +76,11 @@ def test_commands_have_the_flags_of_all_options(command) -> None:
 
 def test_plan_has_the_flags_of_the_options_that_decide_the_memory() -> None:
     args = vars(plan.make_parser().parse_args([]))
-    assert {each.name for each in option_specs() if each.decides_memory} <= set(args)
+    assert {each.name for each in options_of(EngineConfig) if each.decides_memory} <= set(args)
     assert not {"num_blocks", "steps_per_dispatch"} & set(args)
 
 
-@pytest.mark.parametrize("each", option_specs(), ids=lambda each: each.name)
+@pytest.mark.parametrize("each", options_of(EngineConfig), ids=lambda each: each.name)
 def test_vllm_names_of_options_are_understood(each) -> None:
     """Errors suggest this library's name for an argument of `Engine` and for a flag."""
     if each.vllm in (None, each.name):

@@ -51,10 +51,11 @@ def test_pod_uses_the_routes_of_the_server(tiny_model) -> None:
         server[probe]["httpGet"]["path"] for probe in ("livenessProbe", "readinessProbe")
     } <= paths
     [port] = server["ports"]
-    assert port["containerPort"] == args.port
+    own_port = serve.ServerOptions().port
+    assert args.port is None and port["containerPort"] == own_port
     assert service["spec"]["ports"][0]["targetPort"] == port["name"]
     text = (ROOT / "Dockerfile").read_text()
-    assert f"EXPOSE {args.port}\n" in text
+    assert f"EXPOSE {own_port}\n" in text
     assert f"--uid {pod['securityContext']['runAsUser']} " in text
     names = {each["name"] for each in server["env"]}
     assert names == {serve._API_KEY, serve._ADMIN_KEY, "HF_HOME"}
@@ -73,7 +74,7 @@ def test_compose_files_fit_together() -> None:
             source = volume.partition(":")[0]
             assert source in files["compose"]["volumes"] or (folder / source).is_file(), source
     assert (folder / services["server"]["build"]["context"] / "Dockerfile").is_file()
-    port = serve.make_parser().parse_args([]).port
+    port = serve.ServerOptions().port
     [scraped] = files["prometheus"]["scrape_configs"][0]["static_configs"]
     assert scraped["targets"] == [f"server:{port}"] and "server" in services
     assert files["prometheus"]["scrape_configs"][0]["authorization"] == {
@@ -96,7 +97,7 @@ def test_options_of_the_composed_server_are_valid(monkeypatch) -> None:
     assert entry is not None
     _, _, module, *options = json.loads(entry[1])
     assert module == "paged_jax.serve"
-    serve._check(serve.make_parser().parse_args([*options, *server.get("command", [])]))
+    serve.server_options(serve.make_parser().parse_args([*options, *server.get("command", [])]))
 
 
 @pytest.mark.slow

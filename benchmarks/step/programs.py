@@ -36,8 +36,7 @@ from paged_jax.runner.executor import Executor
 from paged_jax.runner.programs import Call, Program, ProgramKey, list_programs
 from paged_jax.runner.sizes import Sizes
 from paged_jax.runner.weights import Weights
-from paged_jax.sampling.numeric_params import MAX_LOGPROBS
-from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
 from paged_jax.sampling.state import Assignment
 
 ENGINE = "engine"

@@ -1,21 +1,19 @@
 """`EngineConfig`: every option of an engine, described once.
 
-The metadata of each field contain its help text, bounds, command-line flag and its name in vLLM.
-`option_specs` reads the metadata for argument checks, command-line flags, the memory planner and
-the documentation. So to add an option, only add a field here and the code that uses it.
+To add an option, only add a field here and the code that uses it: checks, flags, the memory planner
+and the documentation read the field, see `paged_jax.options`.
 """
 
 import dataclasses
 import functools
 import inspect
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar, get_args, get_origin
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_args
 
 from jax.sharding import Mesh
 
-from paged_jax.arguments import ArgumentError, check_positive, is_int, is_real, refuse_unknown
+from paged_jax.arguments import ArgumentError, refuse_unknown
 from paged_jax.engine.pool_size import DEFAULT_RULE
 from paged_jax.engine.request_factory import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from paged_jax.formatting import short_repr
@@ -26,6 +24,20 @@ from paged_jax.models.config import ModelConfig
 from paged_jax.models.loading.parameters import DTYPES
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.text.tokenizer import Tokenizer
+from paged_jax.options import (
+    FRACTION,
+    FUNCTION,
+    GIB,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SEED,
+    SWITCH,
+    check_options,
+    documented,
+    one_of,
+    option,
+    options_of,
+)
 from paged_jax.runner.sizes import TILE, Sizes
 from paged_jax.scheduler.scheduler import Preemption
 
@@ -37,51 +49,7 @@ C = TypeVar("C")
 _QUANTISED = " and ".join(kv.name for kv in KV_DTYPES.values() if kv.has_scales)
 
 
-class Bounds(NamedTuple):
-    """Rule for the values of an option.
-
-    If the default of an option is None, `check_options` also accepts None.
-
-    Attributes:
-      words: description of the rule; it follows "must be" in error messages.
-      contains: function that takes a value and returns whether the rule accepts it.
-      choices: the accepted strings; empty if the values are not strings from a fixed list.
-    """
-
-    words: str
-    contains: Callable[[Any], bool]
-    choices: tuple[str, ...] = ()
-
-    def check(self, function: str, name: str, value: Any) -> None:
-        """Raise an `ArgumentError` if `value` is outside the bounds.
-
-        `function` and `name` (of the option) are used in the message.
-        """
-        if self is POSITIVE:
-            check_positive(function, **{name: value})
-        elif not self.contains(value):
-            raise ArgumentError(function, f"must be {self.words}, got {value!r}.", name)
-
-
-def one_of(*choices: str) -> Bounds:
-    """Return bounds that accept only the strings in `choices`."""
-    return Bounds(f"one of {', '.join(choices)}", lambda value: value in choices, choices)
-
-
-POSITIVE = Bounds("a positive integer", lambda value: is_int(value) and value >= 1)
-NOT_NEGATIVE = Bounds("an integer, at least 0", lambda value: is_int(value) and value >= 0)
-SEED = Bounds("an integer in 0..2**63 - 1", lambda value: is_int(value) and 0 <= value < 2**63)
-FRACTION = Bounds("above 0 and at most 1", lambda value: is_real(value) and 0 < value <= 1)
-GIB = Bounds("a finite number of GiB, at least 0", lambda value: is_real(value) and value >= 0)
-SWITCH = Bounds("True or False", lambda value: isinstance(value, bool))
-FUNCTION = Bounds("a function or None", callable)
-
-
-def option(default: Any, help: str, **details: Any) -> Any:
-    """Declare a field of `EngineConfig`; `details` are other attributes of its `OptionSpec`."""
-    return dataclasses.field(default=default, metadata={"help": help, **details})
-
-
+@documented
 @short_repr
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
@@ -386,85 +354,8 @@ class EngineConfig:
         )
 
 
-class OptionSpec(NamedTuple):
-    """One field of `EngineConfig` with its metadata.
-
-    Attributes:
-      name: the name of the field.
-      type: the type of its values, without None: int, float, bool, str or another class.
-      default: the default value.
-      help: description of the option.
-      default_help: description of the default value; by default the value itself.
-      bounds: rule for the values; None if the engine checks a value only when it uses the value.
-      choices: the accepted strings; empty if the values are not from a fixed list. By default these
-        are the choices of `bounds`.
-      flag: the command-line flag; None if the option has no flag. By default it is derived from the
-        name, such as ``--block-size``. The flag of a bool takes no value and sets the opposite of
-        the default.
-      metavar: placeholder for the value in the help text of a command line.
-      vllm: the name of the corresponding option in vLLM; None if vLLM has none. By default it is
-        the name of the field.
-      decides_memory: whether the option is an argument of the memory planner.
-    """
-
-    name: str
-    type: Any
-    default: Any
-    help: str
-    default_help: str = ""
-    bounds: Bounds | None = None
-    choices: tuple[str, ...] = ()
-    flag: str | None = ""
-    metavar: str | None = None
-    vllm: str | None = ""
-    decides_memory: bool = False
-
-
-@functools.cache
-def option_specs(config: type[EngineConfig] = EngineConfig) -> tuple[OptionSpec, ...]:
-    """Return an `OptionSpec` for each field of `config`, in the order of the fields."""
-    return tuple(_read_option(field) for field in dataclasses.fields(config))
-
-
-def _read_option(field: dataclasses.Field[Any]) -> OptionSpec:
-    name, value_type = field.name, field.type
-    if isinstance(value_type, types.UnionType):
-        [value_type, *_] = [each for each in get_args(value_type) if each is not types.NoneType]
-    if get_origin(value_type) is Literal:
-        value_type = str
-    spec = OptionSpec(name, value_type, field.default, **field.metadata)
-    choices = spec.choices or (spec.bounds.choices if spec.bounds else ())
-    placeholder = None if choices else {int: "N", float: "X"}.get(value_type)
-    return spec._replace(
-        default_help=spec.default_help or str(field.default),
-        choices=choices,
-        flag=f"--{name.replace('_', '-')}" if spec.flag == "" else spec.flag,
-        metavar=spec.metavar or placeholder,
-        vllm=name if spec.vllm == "" else spec.vllm,
-    )
-
-
 # Maps the names of vLLM's options to the names of the corresponding options of `EngineConfig`.
-VLLM_NAMES = {each.vllm: each.name for each in option_specs() if each.vllm is not None}
-
-
-def check_options(
-    function: str, options: Mapping[str, Any], config: type[EngineConfig] = EngineConfig
-) -> None:
-    """Check the value of each option, before a model is loaded.
-
-    Args:
-      function: the name that error messages begin with.
-      options: maps names of options to values. For missing options, the default is checked.
-      config: the class that declares the options.
-
-    Raises:
-      ArgumentError: a value is out of bounds.
-    """
-    for each in option_specs(config):
-        value = options.get(each.name, each.default)
-        if each.bounds is not None and not (value is None and each.default is None):
-            each.bounds.check(function, each.name, value)
+VLLM_NAMES = {each.vllm: each.name for each in options_of(EngineConfig) if each.vllm is not None}
 
 
 def takes_options(
@@ -494,10 +385,3 @@ def takes_options(
         return init_from_options
 
     return decorate
-
-
-# Append all options to the docstring, so that `help` and IPython show them.
-EngineConfig.__doc__ = "\n".join(
-    [inspect.cleandoc(EngineConfig.__doc__ or ""), "", "Attributes:"]
-    + [f"  {each.name}: {each.help}; default: {each.default_help}." for each in option_specs()]
-)

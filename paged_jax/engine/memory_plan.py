@@ -35,12 +35,7 @@ from typing import Any, NamedTuple
 from paged_jax.arguments import refuse_unknown
 from paged_jax.cache.retention import AllTokens
 from paged_jax.cache.sequence_blocks import num_blocks_needed
-from paged_jax.engine.config import (
-    VLLM_NAMES,
-    EngineConfig,
-    check_options,
-    option_specs,
-)
+from paged_jax.engine.config import VLLM_NAMES, EngineConfig
 from paged_jax.engine.device_memory import DeviceMemory
 from paged_jax.engine.footprint import (
     Footprint,
@@ -55,6 +50,7 @@ from paged_jax.models.config import ModelConfig
 from paged_jax.models.loading.parameters import resolve_dtype
 from paged_jax.models.matrix_formats import MatrixFormats
 from paged_jax.models.tensor_parallel import shard_config
+from paged_jax.options import check_options, options_of
 from paged_jax.runner.sizes import Sizes
 
 # Bytes per element of the residual stream and the logits, which are float32.
@@ -227,10 +223,10 @@ def make_plan(
       >>> plan.num_parameters, plan.token_bytes, plan.num_blocks > 20_000
       (292800, 1280, True)
     """
-    known = [each.name for each in option_specs() if each.decides_memory]
+    known = [each.name for each in options_of(EngineConfig) if each.decides_memory]
     unknown = [name for name in options if name not in known]
     refuse_unknown("plan", known, unknown, VLLM_NAMES)
-    check_options("plan", options)
+    check_options("plan", options, EngineConfig)
     num_slots = options.get("max_num_seqs", EngineConfig.max_num_seqs)
     # The plan does not depend on the option max_num_batched_tokens. The option must be at least the
     # number of slots, so set it to a valid value.

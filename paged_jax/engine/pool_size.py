@@ -1,4 +1,4 @@
-"""Choice of the number of blocks in an engine's pool.
+"""Choice of the number of blocks in an engine's pool, and of the share of memory for it.
 
 The dtype of K and V is the option `kv_dtype`, or else `kernels.platforms.default_kv_dtype`.
 """

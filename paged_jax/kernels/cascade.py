@@ -5,6 +5,7 @@ Requests with the same system prompt, parallel samples and beams share their lea
 queries of all sequences attend to these blocks together, as the query heads of a single sequence,
 which is a large matmul. Each sequence then attends to its other blocks, and the two results are
 merged (Juravsky et al., 2024, "Hydragen"; Ye et al., 2024, "Cascade Inference").
+`num_shared_blocks` decides how many blocks are worth reading once.
 """
 
 from typing import Any, cast

@@ -3,6 +3,9 @@
 A quantised matrix consists of several parameters. For ``qkv_proj``, they are the values
 ``qkv_proj``, the scales ``qkv_proj_scale``, and in some formats ``qkv_proj_min`` and
 ``qkv_proj_order``, see `paged_jax.kernels.weight_formats`.
+
+`MatrixFormats.of_dtype` decides which matrices an option such as ``dtype="int4"`` quantises: the
+head of an int4 model is int8, and an embedding table that is not the head stays floating point.
 """
 
 import re

@@ -28,8 +28,7 @@ from paged_jax.runner.programs import (
 from paged_jax.runner.sizes import Sizes
 from paged_jax.runner.stored_programs import FirstPrograms, StoredPrograms
 from paged_jax.runner.weights import Division, ReplicaError, Weights
-from paged_jax.sampling.numeric_params import MAX_LOGPROBS
-from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
 from paged_jax.sampling.state import Assignment
 
 _ASSIGNMENT = "choice of tokens"

@@ -11,8 +11,7 @@ import itertools
 from collections.abc import AsyncGenerator
 
 from paged_jax.engine.beam_search import Beam, BeamChoice, BeamSearchParams, num_candidates
-from paged_jax.sampling.numeric_params import MAX_LOGPROBS
-from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
 from paged_jax.sampling.token_bias import TokenBias
 from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 from paged_jax.server import bodies

@@ -4,10 +4,17 @@ Error messages name the limit that was exceeded.
 """
 
 import dataclasses
-import math
-from typing import Any
 
-from paged_jax.sampling.numeric_params import MAX_LOGPROBS, MAX_N
+from paged_jax.options import (
+    NOT_NEGATIVE,
+    Bounds,
+    check_options,
+    documented,
+    integer,
+    number,
+    option,
+)
+from paged_jax.sampling.params import MAX_LOGPROBS, MAX_N
 from paged_jax.server.api_error import ApiError
 
 # Upper bound of `Limits.max_prompts`. It is part of the schema of the body, so that parsing stops
@@ -19,58 +26,67 @@ MAX_PROMPTS = 4096
 _BYTES_PER_TOKEN, _MIN_BODY_BYTES = 16, 2**20
 
 
-def _limit(default: Any, help: str) -> Any:
-    """Declare a field of `Limits`, with the help text of its flag in ``paged_jax.serve``."""
-    return dataclasses.field(default=default, metadata={"help": help})
+_TIME = number("a finite number of seconds > 0", gt=0)
 
 
+def _at_most(limit: int) -> Bounds:
+    return integer(f"an integer in 0..{limit}", ge=0, le=limit)
+
+
+@documented
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits on requests, responses and connections.
+    """Limits on requests, responses and connections. Each field is a flag of ``paged_jax.serve``.
 
-    Each field is a flag of ``paged_jax.serve``. The help texts describe the fields.
+    Raises:
+      ValueError: a limit is out of bounds.
     """
 
-    max_body_bytes: int | None = _limit(
-        None, "bytes of a request body; default: 16 per token of the context, at least 1 MiB"
+    max_body_bytes: int | None = option(
+        None,
+        "bytes of a request body",
+        default_help="16 per token of the context, at least 1 MiB",
+        bounds=NOT_NEGATIVE,
     )
-    max_header_bytes: int = _limit(2**14, "bytes of the request line and the headers")
-    header_timeout: float = _limit(1.0, "seconds from the first byte to the end of the headers")
-    body_timeout: float = _limit(10.0, "seconds from the end of the headers to the end of the body")
-    send_timeout: float = _limit(
-        30.0, "seconds after which a client that does not read its response is disconnected"
+    max_header_bytes: int = option(
+        2**14, "bytes of the request line and the headers", bounds=NOT_NEGATIVE
     )
-    max_queue: int = _limit(256, "samples that wait for a slot of the batch")
-    max_streams: int = _limit(256, "concurrent streams")
+    header_timeout: float = option(
+        1.0, "seconds from the first byte to the end of the headers", bounds=_TIME
+    )
+    body_timeout: float = option(
+        10.0, "seconds from the end of the headers to the end of the body", bounds=_TIME
+    )
+    send_timeout: float = option(
+        30.0,
+        "seconds after which a client that does not read its response is disconnected",
+        bounds=_TIME,
+    )
+    max_queue: int = option(256, "samples that wait for a slot of the batch", bounds=NOT_NEGATIVE)
+    max_streams: int = option(256, "concurrent streams", bounds=NOT_NEGATIVE)
     # Each connection is an open file, and most systems limit a process to 1024 open files.
-    max_connections: int = _limit(900, "open connections, including idle connections")
-    max_prompts: int = _limit(64, "prompts per request")
-    max_prompt_tokens: int = _limit(
-        2**20, "tokens per prompt; the model's context limits them as well"
+    max_connections: int = option(
+        900, "open connections, including idle connections", bounds=NOT_NEGATIVE
     )
-    max_n: int = _limit(16, "samples per prompt")
-    max_logprobs: int = _limit(MAX_LOGPROBS, "most probable tokens reported at each position")
+    max_prompts: int = option(64, "prompts per request", bounds=_at_most(MAX_PROMPTS))
+    max_prompt_tokens: int = option(
+        2**20, "tokens per prompt; the model's context limits them as well", bounds=NOT_NEGATIVE
+    )
+    max_n: int = option(16, "samples per prompt", bounds=_at_most(MAX_N))
+    max_logprobs: int = option(
+        MAX_LOGPROBS,
+        "most probable tokens reported at each position",
+        bounds=_at_most(MAX_LOGPROBS),
+    )
     # A log-probability takes up to 100 bytes of a response. A response has n * (number of tokens,
     # with prompt tokens if requested) * (1 + number of most probable tokens) log-probabilities. If
     # a chat sets no `max_tokens`, its answer ends before it exceeds this limit.
-    max_answer_logprobs: int = _limit(2**17, "log-probabilities in a response")
-    max_stop: int = _limit(16, "stop strings per request")
-    max_stop_chars: int = _limit(256, "characters per stop string")
+    max_answer_logprobs: int = option(2**17, "log-probabilities in a response", bounds=NOT_NEGATIVE)
+    max_stop: int = option(16, "stop strings per request", bounds=NOT_NEGATIVE)
+    max_stop_chars: int = option(256, "characters per stop string", bounds=NOT_NEGATIVE)
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is None:
-                continue
-            is_time = name.endswith("_timeout")
-            if not (0 < value < math.inf if is_time else value >= 0):
-                rule = "be a finite number of seconds > 0" if is_time else "be >= 0"
-                raise ValueError(f"Limits: {name} must {rule}, got {value}.")
-        highest = {"max_n": MAX_N, "max_logprobs": MAX_LOGPROBS, "max_prompts": MAX_PROMPTS}
-        for name, most in highest.items():
-            if getattr(self, name) > most:
-                raise ValueError(
-                    f"Limits: {name} must be at most {most}, got {getattr(self, name)}."
-                )
+        check_options("Limits", vars(self), Limits)
 
     def for_context(self, num_tokens: int) -> "Limits":
         """Return these limits; if `max_body_bytes` is None, derive it from the context length.

@@ -18,7 +18,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from paged_jax.arguments import suggest
-from paged_jax.sampling.numeric_params import NUMBERS, Number
+from paged_jax.options import Option, options_of
+from paged_jax.sampling.params import SamplingParams
 
 T = TypeVar("T")
 
@@ -142,21 +143,19 @@ class LenientBody(Body):
     ignores = staticmethod(lambda name, value: True)
 
 
-def _optional(number: Number) -> Any:
-    """Return the type annotation of a numeric sampling parameter, which may be null.
-
-    It contains the bounds and, from the help text of the command line, a description.
-    """
-    bounds: dict[str, Any] = dict(number.bounds)
-    if number.help is not None:
-        # The help texts are written for command lines, where X or N stands for the value.
-        text = number.help.replace("the N ", "this number of the ").replace(" X", " this value")
-        bounds["description"] = f"{text[0].upper()}{text[1:]}."
-    if number.type is float:
-        return Annotated[float | None, Field(**bounds)]
-    description = bounds.pop("description", None)
-    whole: Any = Annotated[int, Field(**bounds), WHOLE]
-    return Annotated[whole | None, Field(description=description)]
+def _optional(option: Option) -> Any:
+    """Return the type annotation and the default of a field for an option, which may be null."""
+    assert option.bounds is not None
+    limits: dict[str, Any] = dict(option.bounds.limits)
+    field: Any = Field(None, description=f"{option.help[0].upper()}{option.help[1:]}.")
+    if option.type is int:
+        whole: Any = Annotated[int, Field(**limits), WHOLE]
+        return whole | None, field
+    if option.type is float:
+        real: Any = Annotated[float, Field(**limits)]
+        return real | None, field
+    assert option.type is bool, f"{option.name} needs a field of SamplingBody"
+    return bool | None, field
 
 
 class StreamOptions(Body):
@@ -190,8 +189,20 @@ class TemplateFields(Body):
     )
 
 
-_FIELDS: dict[str, Any] = {name: (_optional(number), None) for name, number in NUMBERS.items()}
-_SamplingNumbers = create_model("_SamplingNumbers", __base__=Body, **_FIELDS)
+# Sampling parameters whose values in JSON differ from those in Python, and those that only some
+# endpoints have. Their fields are declared below and in `bodies`. All others are made from their
+# declarations in `SamplingParams`.
+_DECLARED_FIELDS = (
+    "n", "seed", "stop", "stop_token_ids", "max_tokens", "min_tokens", "logprobs",
+    "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words", "detokenize",
+    "skip_special_tokens", "structured_outputs",
+)  # fmt: skip
+_FIELDS: dict[str, Any] = {
+    each.name: _optional(each)
+    for each in options_of(SamplingParams)
+    if each.name not in _DECLARED_FIELDS
+}
+_SamplingFields = create_model("_SamplingFields", __base__=Body, **_FIELDS)
 
 
 def _add_neutral(schema: dict[str, Any]) -> None:
@@ -216,7 +227,7 @@ class StructuredOutputs(Body):
     json_object: bool | None = Field(None, description="Whether the text must be a JSON object.")
 
 
-class SamplingBody(_SamplingNumbers):
+class SamplingBody(_SamplingFields):
     """Fields that the bodies of all endpoints for text generation have in common.
 
     If a field is null, the default of the model or of the endpoint is used.
@@ -238,9 +249,6 @@ class SamplingBody(_SamplingNumbers):
     )
     stop: Text | Items[Text] | None = Field(None, description="Texts that end the output.")
     stop_token_ids: Items[TokenId] | None = Field(None, description="Tokens that end the output.")
-    ignore_eos: bool | None = Field(
-        None, description="Whether to continue after the model's end token."
-    )
     logit_bias: dict[str, float] | None = Field(
         None, description="Numbers that are added to the logits of tokens, by token id."
     )
@@ -257,9 +265,6 @@ class SamplingBody(_SamplingNumbers):
         None,
         description="Whether the tokenizer adds special tokens such as BOS. By default true for "
         "texts, and false for chats, because the chat template adds them.",
-    )
-    include_stop_str_in_output: bool | None = Field(
-        None, description="Whether the text ends with the stop string that ended it."
     )
     structured_outputs: StructuredOutputs | None = Field(
         None,

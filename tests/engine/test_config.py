@@ -9,18 +9,13 @@ import pytest
 from paged_jax import LLM, Engine
 from paged_jax.arguments import ArgumentError
 from paged_jax.engine import config as config_module
-from paged_jax.engine.config import (
-    NOT_NEGATIVE,
-    EngineConfig,
-    check_options,
-    option,
-    option_specs,
-)
+from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.pool_size import resolve_kv_dtype
+from paged_jax.options import NOT_NEGATIVE, check_options, option, options_of
 from tests.support.compiler import needs_compiler
 from tests.support.tiny_model import SIZES
 
-OPTIONS = {each.name: each for each in option_specs()}
+OPTIONS = {each.name: each for each in options_of(EngineConfig)}
 WRONG = {
     "kv_dtype": "int4",
     "block_size": 0,
@@ -56,7 +51,7 @@ def test_engine_config_names_the_option_that_is_out_of_bounds(name) -> None:
         EngineConfig(**{name: WRONG[name]})
     assert error.value.field == name
     with pytest.raises(ArgumentError, match=f"^plan: {name} must be "):
-        check_options("plan", {name: WRONG[name]})
+        check_options("plan", {name: WRONG[name]}, EngineConfig)
 
 
 def test_engine_config_checks_options_that_depend_on_each_other() -> None:
@@ -103,7 +98,7 @@ def test_a_new_option_needs_one_field(monkeypatch) -> None:
 
         num_spare_blocks: int = option(3, "blocks kept free", bounds=NOT_NEGATIVE, vllm="spare")
 
-    added = option_specs(Extended)[-1]
+    added = options_of(Extended)[-1]
     assert added.name == "num_spare_blocks" and added.flag == "--num-spare-blocks"
     assert (added.type, added.metavar, added.default_help) == (int, "N", "3")
     with pytest.raises(ArgumentError, match="Engine: num_spare_blocks must be an integer, at lea"):

@@ -278,8 +278,7 @@ def test_keys_from_the_environment_are_stripped(monkeypatch) -> None:
     args = serve.make_parser().parse_args(
         ["--allowed-host", "API.example.com", "--allowed-host", "::1"]
     )
-    serve._check(args)
-    settings = serve._settings(args)
+    settings = serve.server_options(args).settings(Limits(), None)
     assert settings.admin_key == "admin" and settings.api_keys == ("one", "two")
     assert settings.allowed_hosts == ("::1", "api.example.com")
 
@@ -287,8 +286,8 @@ def test_keys_from_the_environment_are_stripped(monkeypatch) -> None:
 @pytest.mark.parametrize(
     "arguments, name",
     [
-        (("--header-timeout", "0"), "header_timeout"),
-        (("--max-queue", "-1"), "max_queue"),
+        (("--header-timeout", "0"), "--header-timeout"),
+        (("--max-queue", "-1"), "--max-queue"),
         (("--block-size", "0"), "--block-size"),
     ],
 )

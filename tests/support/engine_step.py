@@ -20,7 +20,7 @@ from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.programs import Call, ProgramKey, list_programs
 from paged_jax.runner.sizes import Sizes
 from paged_jax.runner.weights import Division
-from paged_jax.sampling.numeric_params import MAX_LOGPROBS
+from paged_jax.sampling.params import MAX_LOGPROBS
 from tests.support.kernel_cases import lowering_for
 
 

@@ -1,5 +1,8 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Prefix cache: publish full blocks of tokens, and attach cached blocks to other slots."""
+"""Prefix cache: publish full blocks of tokens, and attach cached blocks to other slots.
+
+A prefix is as long as all groups of layers can provide it.
+"""
 
 import functools
 from collections.abc import Sequence

@@ -13,7 +13,8 @@ tensor cores. The weight is the left operand, which tensor cores read from regis
 
 Packed 4-bit values are treated as two tiles: the low halves and the high halves of the bytes. Each
 tile is multiplied by the inputs that it belongs to, so the values need no reordering. The kernel is
-for few rows, for which the matmul is memory-bound. A tile has 8 to 64 rows, so that up to 64 rows
+for few rows, for which the matmul is memory-bound; calls with more rows are refused, and XLA
+computes them. A tile has 8 to 64 rows, so that up to 64 rows
 share each read of the weight. The number of parts depends only on the weight, not on the number of
 rows.
 

@@ -1,8 +1,8 @@
 """`FAMILIES`: the supported model families, and the choice of a family for a ``config.json``.
 
 Each entry of a ``config.json`` is read by the family, or known not to change the computation, or
-named in a warning. An entry that is known to change the computation in an unsupported way is an
-error that names it.
+named in a warning; `models.known_keys` decides about entries that the family did not read. An entry
+that is known to change the computation in an unsupported way is an error that names it.
 """
 
 import dataclasses

@@ -1,7 +1,9 @@
 """Choice of the storage format of each matrix of a model that is loaded.
 
 The choice depends on the formats of the tensors in the files, on the user's options, and on the
-number of devices over which the model is divided.
+number of devices over which the model is divided. `models.matrix_formats` decides which matrices
+the option `dtype` quantises. A matrix whose format cannot be divided is expanded to floats, with a
+warning.
 """
 
 import warnings

@@ -15,7 +15,7 @@ from paged_jax.arguments import is_int, is_real
 from paged_jax.formatting import short_repr
 from paged_jax.models.config_json import as_integer
 from paged_jax.models.model_folder import read_json
-from paged_jax.sampling.numeric_params import NUMBERS, Number
+from paged_jax.options import Option, integer, options_of
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.sampling.token_bias import TokenBias
 
@@ -23,8 +23,22 @@ FILE_NAME = "generation_config.json"
 DRAWING_OPTIONS = frozenset({"temperature", "top_p", "top_k", "min_p"})
 """Options that control random sampling."""
 
-_COUNT = Number(int, {"ge": 1, "lt": 2**31}, "be an integer >= 1", "Remove it for no limit.")
-_LEAST = Number(int, {"ge": 0, "lt": 2**31}, "be an integer >= 0", "Use 0 for none.")
+_MAX_TOKENS = Option(
+    "max_new_tokens",
+    int,
+    None,
+    "maximum number of tokens to generate",
+    bounds=integer("an integer >= 1", ge=1, lt=2**31),
+    advice="Remove it for no limit.",
+)
+_MIN_TOKENS = Option(
+    "min_new_tokens",
+    int,
+    None,
+    "minimum number of tokens to generate",
+    bounds=integer("an integer >= 0", ge=0, lt=2**31),
+    advice="Use 0 for none.",
+)
 # Options that are not implemented, each with the values for which it has no effect.
 _UNSUPPORTED: Mapping[str, Collection[Any]] = {
     "constraints": ([],),
@@ -151,13 +165,13 @@ class _Reader:
         do_sample = self._options.get("do_sample")
         if not isinstance(do_sample, bool | None):
             self._fail("do_sample", f"must be true or false, got {do_sample!r}.")
-        numbers = {name: each for name, each in NUMBERS.items() if each.is_recommended}
-        given = {name: self._number(name, each) for name, each in numbers.items()}
-        given["max_tokens"] = self._number("max_new_tokens", _COUNT)
-        given["min_tokens"] = self._number("min_new_tokens", _LEAST)
+        recommended = [each for each in options_of(SamplingParams) if each.is_recommended]
+        given = {each.name: self._number(each) for each in recommended}
+        given["max_tokens"] = self._number(_MAX_TOKENS)
+        given["min_tokens"] = self._number(_MIN_TOKENS)
         given["stop"] = self._stop_strings()
         defaults = {name: value for name, value in given.items() if value is not None}
-        if defaults.get("min_tokens", 0) > defaults.get("max_tokens", _COUNT.bounds["lt"]):
+        if defaults.get("min_tokens", 0) > defaults.get("max_tokens", math.inf):
             least, most = defaults["min_tokens"], defaults["max_tokens"]
             self._fail("min_new_tokens", f"must be at most max_new_tokens ({most}), got {least}.")
         if do_sample is False:
@@ -227,11 +241,11 @@ class _Reader:
             self._fail(name, f"must be token ids, got {value!r}.")
         return tuple(ids)
 
-    def _number(self, name: str, number: Number) -> Any:
-        value = self._options.get(name)
-        value = as_integer(value) if number.type is int else value
-        if value is not None and not number.allows(value):
-            self._fail(name, f"must {number.rule}, got {value!r}. {number.advice}")
+    def _number(self, option: Option) -> Any:
+        value = self._options.get(option.name)
+        value = as_integer(value) if option.type is int else value
+        if value is not None and not option.allows(value):
+            self._fail(option.name, option.problem(value))
         return value
 
     def _fail(self, name: str, problem: str) -> Never:

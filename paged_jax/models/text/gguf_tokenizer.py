@@ -18,7 +18,8 @@ from paged_jax.models.gguf_file import GgufFile, Texts, warn_of_unknown
 from paged_jax.models.text.generation_config import GenerationConfig
 from paged_jax.models.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from paged_jax.models.text.special_tokens import TokenizerError, surround_texts
-from paged_jax.sampling.numeric_params import NUMBERS
+from paged_jax.options import options_of
+from paged_jax.sampling.params import SamplingParams
 
 _PREFIX = "tokenizer.ggml."
 # Types of tokens in `token_type`.
@@ -292,12 +293,13 @@ class _TokenizerReader:
     def _sampling_defaults(self) -> dict[str, Any]:
         """Return the sampling parameters that the file recommends, by name."""
         defaults = {}
+        options = {each.name: each for each in options_of(SamplingParams)}
         for key, name in _SAMPLING.items():
             key = _SAMPLING_PREFIX + key
             if (value := self._metadata.get(key)) is None:
                 continue
-            if not (number := NUMBERS[name]).allows(value):
-                raise TokenizerError(f"{self._path}: {key} must {number.rule}, got {value!r}.")
+            if not options[name].allows(value):
+                raise TokenizerError(f"{self._path}: {key} {options[name].problem(value)}")
             defaults[name] = value
         return defaults
 
