@@ -67,15 +67,15 @@ class Admission:
         """
         queue = self._queue
         deferred, self._deferred = self._deferred, []
-        computing = self.next_digests()
+        pending_digests = self.next_digests()
         for sequence in queue.waiting:
-            reason = self._reason_to_wait(builder, sequence, computing)
+            reason = self._reason_to_wait(builder, sequence, pending_digests)
             if not reason and not self.try_to_start(builder, sequence):
                 reason = "blocks"
             if not reason:
                 self._keep_common_prefixes(sequence, queue.waiting)
                 builder.add_chunk(sequence)
-                computing |= self.next_digest(sequence)
+                pending_digests |= self.next_digest(sequence)
                 continue
             self._defer(builder, sequence, reason)
             if reason != "same prefix":
@@ -156,11 +156,11 @@ class Admission:
         """Return the digests of the prompt blocks that the running sequences compute next."""
         return set().union(*map(self.next_digest, self._queue.running))
 
-    def waits_for_prefix(self, sequence: Sequence, computing: set[bytes]) -> bool:
-        """Return whether the digests `computing` contain a block of the sequence's prefix."""
-        if not computing or sequence.is_swapped:
+    def waits_for_prefix(self, sequence: Sequence, pending_digests: set[bytes]) -> bool:
+        """Return whether the digests `pending_digests` contain a block of the sequence's prefix."""
+        if not pending_digests or sequence.is_swapped:
             return False
-        return not computing.isdisjoint(sequence.digests[: self._num_cacheable(sequence)])
+        return not pending_digests.isdisjoint(sequence.digests[: self._num_cacheable(sequence)])
 
     def _num_cacheable(self, sequence: Sequence) -> int:
         """Return the number of blocks of a sequence that can be looked up in the prefix cache."""
@@ -183,10 +183,10 @@ class Admission:
                 sequence.branch_points.add(point)
 
     def _reason_to_wait(
-        self, builder: PlanBuilder, sequence: Sequence, computing: set[bytes]
+        self, builder: PlanBuilder, sequence: Sequence, pending_digests: set[bytes]
     ) -> WaitReason:
         """Return the reason why a sequence cannot start, or "". Does not check free blocks."""
-        if self.waits_for_prefix(sequence, computing):
+        if self.waits_for_prefix(sequence, pending_digests):
             for running in self._queue.running:
                 self._keep_common_prefixes(running, [sequence])
             return "same prefix"
@@ -196,17 +196,17 @@ class Admission:
             return "budget"
         return ""
 
-    def _keep_common_prefixes(self, sequence: Sequence, others: Iterable[Sequence]) -> None:
-        """Add the branch points of a running sequence: the ends of prefixes shared with `others`.
+    def _keep_common_prefixes(self, sequence: Sequence, sequences: Iterable[Sequence]) -> None:
+        """Add branch points of a running sequence: the ends of prefixes shared with `sequences`.
 
         Args:
           sequence: the running sequence.
-          others: sequences that may begin with the same tokens.
+          sequences: sequences that may begin with the same tokens.
         """
         if self._state_interval is None:
             return
-        for other in others:
-            pairs = zip(sequence.digests, other.digests, strict=False)
+        for running in sequences:
+            pairs = zip(sequence.digests, running.digests, strict=False)
             num_common = sum(1 for _ in itertools.takewhile(lambda x: x[0] == x[1], pairs))
             self._add_branch_point(sequence, num_common * self._block_budget.block_size)
 
@@ -247,13 +247,13 @@ class Admission:
         if num_wanted:
             return {"num_wanted": num_wanted, "num_free": num_free, "num_kept": num_kept}
         # The prefix was not looked up, because no blocks were left. So use an upper bound.
-        most = self._block_budget.num_for_admission(len(sequence.token_ids))
-        return {"most_wanted": most, "num_free": num_free, "num_kept": num_kept}
+        max_blocks = self._block_budget.num_for_admission(len(sequence.token_ids))
+        return {"most_wanted": max_blocks, "num_free": num_free, "num_kept": num_kept}
 
     def _count_lookup(self, sequence: Sequence, is_looked_up: bool) -> None:
         if is_looked_up:
             self._stats.num_queried_tokens += len(sequence.token_ids) - 1
             self._stats.num_cached_tokens += sequence.num_computed
         num_lost = sequence.num_lost
-        num_found = min(sequence.num_computed, num_lost)
-        self._stats.num_recomputed_tokens += num_lost - num_found
+        num_cached = min(sequence.num_computed, num_lost)
+        self._stats.num_recomputed_tokens += num_lost - num_cached

@@ -173,8 +173,8 @@ class BlockBudget:
 
     def can_grow(self, sequence: Sequence) -> bool:
         """Return whether a sequence may later need more blocks than its tokens need now."""
-        most = num_blocks_needed(num_cached_tokens_at(sequence.max_length), self.block_size)
-        return most > num_blocks_needed(len(sequence.token_ids), self.block_size)
+        max_blocks = num_blocks_needed(num_cached_tokens_at(sequence.max_length), self.block_size)
+        return max_blocks > num_blocks_needed(len(sequence.token_ids), self.block_size)
 
 
 class WindowBlockBudget(BlockBudget):
@@ -202,8 +202,8 @@ class WindowBlockBudget(BlockBudget):
     def __init__(self, num_blocks: int, block_size: int, groups: Items[CacheSpec], max_chunk: int):
         super().__init__(num_blocks, block_size, groups)
         self._rule = rule = groups[0].retention  # The group that keeps the most tokens.
-        self._most_decoding = rule.max_held(1, block_size)
-        self._most = rule.max_held(max_chunk, block_size)
+        self._max_decoding = rule.max_held(1, block_size)
+        self._max_blocks = rule.max_held(max_chunk, block_size)
 
     @property
     def max_length(self) -> int | None:
@@ -211,7 +211,7 @@ class WindowBlockBudget(BlockBudget):
 
         The pool sets no limit if it has room for the blocks of a whole window.
         """
-        return None if self.num_blocks >= self._most_decoding else super().max_length
+        return None if self.num_blocks >= self._max_decoding else super().max_length
 
     def num_required(self, num_tokens: int) -> int:
         """Return the minimum number of blocks to prefill `num_tokens` tokens.
@@ -219,7 +219,7 @@ class WindowBlockBudget(BlockBudget):
         A chunk can be as short as one block, and before each chunk, the slot frees the blocks that
         have left the window. So it never needs more blocks than a window and one such chunk.
         """
-        return min(self._most_decoding, super().num_required(num_tokens))
+        return min(self._max_decoding, super().num_required(num_tokens))
 
     def num_wanted(self, num_tokens: int) -> int:
         """Return the number of blocks to prefill `num_tokens` tokens in chunks of full size.
@@ -227,7 +227,7 @@ class WindowBlockBudget(BlockBudget):
         Before each chunk, the slot frees the blocks that have left the window. So it never holds
         more than the blocks of a window and of a chunk.
         """
-        return min(self._most, super().num_wanted(num_tokens))
+        return min(self._max_blocks, super().num_wanted(num_tokens))
 
     def num_shared(self, num_tokens: int) -> int:
         """Return 0, because this budget counts no block as shared."""
@@ -293,8 +293,8 @@ class WindowBlockBudget(BlockBudget):
         This is False if it already holds the blocks of a whole window.
         """
         length = len(sequence.token_ids)
-        most = self.num_required(num_cached_tokens_at(sequence.max_length))
-        return most > self.num_in_row(length, num_cached_tokens_at(length))
+        max_blocks = self.num_required(num_cached_tokens_at(sequence.max_length))
+        return max_blocks > self.num_in_row(length, num_cached_tokens_at(length))
 
     def _num_freed(self, num_tokens: int) -> int:
         size = self.block_size

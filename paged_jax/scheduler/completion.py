@@ -45,7 +45,7 @@ class Completion:
         self.stop_reason: str | int | None = None
         self._params = params
         self._stops = tuple(params.stop or ())
-        self._most_held = max(map(len, self._stops), default=1) - 1
+        self._max_held = max(map(len, self._stops), default=1) - 1
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and params.detokenize:
             self._detokenizer = Detokenizer(
@@ -203,11 +203,11 @@ class Completion:
             raise
 
     def _find_stop_string(self) -> None:
-        found = [(self._text.find(s, self._num_final), s) for s in self._stops]
-        found = [(at, s) for at, s in found if at >= 0]
-        if found:
-            at, stop = min(found, key=lambda pair: pair[0])
-            keep = at + len(stop) if self._params.include_stop_str_in_output else at
+        matches = [(self._text.find(s, self._num_final), s) for s in self._stops]
+        matches = [(index, s) for index, s in matches if index >= 0]
+        if matches:
+            index, stop = min(matches, key=lambda pair: pair[0])
+            keep = index + len(stop) if self._params.include_stop_str_in_output else index
             self._text = self._text[:keep]
             self.finish_reason, self.stop_reason = "stop", stop
 
@@ -215,10 +215,10 @@ class Completion:
         """Extend `text` to all generated text, except an end that may begin a stop string."""
         num_final = len(self._text)
         if self._stops and self.finish_reason is None:
-            tail = self._text[max(self._num_final, num_final - self._most_held) :]
+            tail = self._text[max(self._num_final, num_final - self._max_held) :]
             num_final -= max([overlap(tail, stop) for stop in self._stops])
         self._num_final = max(self._num_final, num_final)
 
 
-def _meet(some: frozenset[int], token_ids: list[int]) -> bool:
-    return not some.isdisjoint(token_ids)
+def _meet(stop_ids: frozenset[int], token_ids: list[int]) -> bool:
+    return not stop_ids.isdisjoint(token_ids)

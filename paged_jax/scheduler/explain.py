@@ -36,7 +36,7 @@ class RequestHistory:
         self._preemptions: list[PreemptionNote] = []
         # Maps each waiting sample to the index of its current wait in `_waits`.
         self._open: dict[int, int] = {}
-        self._known_samples: set[int] = set()
+        self._seen_samples: set[int] = set()
 
     def wait(
         self,
@@ -55,8 +55,8 @@ class RequestHistory:
         now = self._now()
         self._close(sample, now)
         # The first wait of a sample began when the request arrived.
-        start = now if sample in self._known_samples else 0.0
-        self._known_samples.add(sample)
+        start = now if sample in self._seen_samples else 0.0
+        self._seen_samples.add(sample)
         self._open[sample] = len(self._waits)
         numbers = dict(numbers or {})
         wait = Wait(reason, start, sample=sample, numbers=numbers, other_request=other_request)
@@ -72,9 +72,9 @@ class RequestHistory:
 
     def explanation(self, num_cached_tokens: int) -> Explanation:
         """Return the waits and preemptions so far, with sentences that explain them."""
-        now, still_open = self._now(), set(self._open.values())
+        now, open_indices = self._now(), set(self._open.values())
         waits = [
-            _until(wait, now) if index in still_open else wait
+            _until(wait, now) if index in open_indices else wait
             for index, wait in enumerate(self._waits)
         ]
         return Explanation(
@@ -128,11 +128,11 @@ def describe_wait(wait: Wait, name: Callable[[str], str] = name_request) -> str:
             return f"a step had no tokens left of {numbers['max_num_batched_tokens']}"
         case "blocks":
             if "num_wanted" in numbers:
-                wanted = _count(numbers["num_wanted"], "block")
+                demand = _count(numbers["num_wanted"], "block")
             else:
-                wanted = f"up to {_count(numbers['most_wanted'], 'block')}"
+                demand = f"up to {_count(numbers['most_wanted'], 'block')}"
             return (
-                f"it needed {wanted}, {numbers['num_free']} were free, {numbers['num_kept']} of "
+                f"it needed {demand}, {numbers['num_free']} were free, {numbers['num_kept']} of "
                 "these reserved for running samples"
             )
         case "same prefix":
@@ -167,21 +167,21 @@ def _describe_cause(note: PreemptionNote, name: Callable[[str], str]) -> str:
             return "no block was free for any of the prompts that were being computed"
         case "priority":
             assert note.other_request is not None
-            other, priority = name(note.other_request), numbers["priority"]
-            return f"{other} arrived with the better priority {priority}"
+            other_request, priority = name(note.other_request), numbers["priority"]
+            return f"{other_request} arrived with the better priority {priority}"
 
 
 def _describe_choice(note: PreemptionNote, name: Callable[[str], str]) -> str:
     if note.spared_request is None or note.advantage is None:
         return "no other sample could be preempted"
-    why = {
+    reason = {
         "priority": "had the worse priority",
         "progress": "had made progress since it last resumed",
         "cost": "had less to lose",
         "arrival": "was newer",
         "index": "was the later sample",
     }[note.advantage]
-    return f"it was preempted before {name(note.spared_request)} because it {why}"
+    return f"it was preempted before {name(note.spared_request)} because it {reason}"
 
 
 def describe_match(
@@ -200,27 +200,29 @@ def describe_match(
       >>> describe_match(40, 16, block_size=16)  # doctest: +ELLIPSIS
       'block 1 (tokens 16..31) was not in the cache: ...'
     """
-    num_blocks, num_found = (num_tokens - 1) // block_size, num_cached_tokens // block_size
+    num_blocks, num_cached = (num_tokens - 1) // block_size, num_cached_tokens // block_size
     if not num_blocks:
         return (
             f"nothing was looked up: only full blocks of {block_size} tokens are cached, the last "
             f"token is always computed, and the prompt has {num_tokens}"
         )
     if num_known_tokens > num_cached_tokens:
-        place = f"after token {num_cached_tokens - 1}" if num_cached_tokens else "in none of them"
+        position = (
+            f"after token {num_cached_tokens - 1}" if num_cached_tokens else "in none of them"
+        )
         return (
             f"the blocks of tokens 0..{num_known_tokens - 1} were in the cache, but the last "
-            f"snapshot of the states of recurrent layers was {place}: no request has left one "
+            f"snapshot of the states of recurrent layers was {position}: no request has left one "
             "further on, or the cache has evicted it since"
         )
-    if num_found == num_blocks:
+    if num_cached == num_blocks:
         return (
             "every full block before the last token, which is always computed, was in the cache: "
             f"{num_cached_tokens} of {num_tokens} tokens"
         )
     return (
-        f"block {num_found} (tokens {num_cached_tokens}..{num_cached_tokens + block_size - 1}) was "
-        "not in the cache: no request has computed the prompt up to there with this cache_salt "
+        f"block {num_cached} (tokens {num_cached_tokens}..{num_cached_tokens + block_size - 1}) "
+        "was not in the cache: no request has computed the prompt up to there with this cache_salt "
         "and these weights, or the cache has evicted the block since"
     )
 

@@ -81,7 +81,7 @@ class Lookahead:
 
     def forget(self, sequence: Sequence) -> None:
         """Remove the reference to an ended sequence, so that its memory can be freed."""
-        self._rows = [each for each in self._rows if each is not sequence]
+        self._rows = [row for row in self._rows if row is not sequence]
 
     def next_plan(self, plan: StepPlan, now: float = 0.0) -> StepPlan | None:
         """Return the next plan, while the tokens of the previous plan are not known yet.
@@ -101,8 +101,8 @@ class Lookahead:
             return self._plan_beside_grammars(plan, decodes)
         if self._has_drafts:
             return None
-        longest = max((s.max_length - len(s.token_ids) for s in decodes), default=0)
-        return self._make(decodes, min(self.max_steps, longest - plan.num_steps))
+        max_remaining = max((s.max_length - len(s.token_ids) for s in decodes), default=0)
+        return self._make(decodes, min(self.max_steps, max_remaining - plan.num_steps))
 
     def _plan_beside_grammars(self, plan: StepPlan, running: list[Sequence]) -> StepPlan | None:
         """Plan the next decode steps if some sequences have a grammar.
@@ -111,26 +111,28 @@ class Lookahead:
         """
         is_planned, was_bound = set(plan.decodes), set(plan.bound)
         decodes: list[Sequence] = []
-        known: dict[Sequence, int] = {}  # Number of steps until each sequence needs a new mask.
-        longest = 0
+        step_limits: dict[Sequence, int] = {}  # Steps until each sequence needs a new mask.
+        max_remaining = 0
         for sequence in running:
             num_ahead = plan.num_steps if sequence in is_planned else 0
             grammar = sequence.active_grammar()
             if grammar is not None and not num_ahead:
-                known[sequence] = min(self.max_steps, len(grammar.forced) + 1)
+                step_limits[sequence] = min(self.max_steps, len(grammar.forced) + 1)
                 if grammar.ends:
-                    known[sequence] = self.max_steps
+                    step_limits[sequence] = self.max_steps
             elif grammar is not None:
                 is_forced = sequence in was_bound and len(grammar.forced) > num_ahead
                 if not is_forced:
                     continue
             decodes.append(sequence)
-            longest = max(longest, sequence.max_length - len(sequence.token_ids) - num_ahead)
+            max_remaining = max(
+                max_remaining, sequence.max_length - len(sequence.token_ids) - num_ahead
+            )
         self._has_grammars = any(s.grammar is not None and not s.grammar.is_over for s in running)
-        most = min(known.values(), default=self.max_steps)
+        num_steps = min(step_limits.values(), default=self.max_steps)
         if len(decodes) < len(running):  # Some sequences wait for masks.
-            most = max(min(known.values(), default=0), self.num_free_steps)
-        return self._make(decodes, min(most, longest), list(known))
+            num_steps = max(min(step_limits.values(), default=0), self.num_free_steps)
+        return self._make(decodes, min(num_steps, max_remaining), list(step_limits))
 
     def _make(
         self, decodes: list[Sequence], num_steps: int, bound: list[Sequence] | None = None

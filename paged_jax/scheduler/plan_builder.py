@@ -103,12 +103,12 @@ class PlanBuilder:
             return 0
         if may_admit_next or len(decodes) < len(self._queue.running):
             return 1
-        longest = max(s.max_length - len(s.token_ids) for s in decodes)
+        max_remaining = max(s.max_length - len(s.token_ids) for s in decodes)
         grammars = filter(None, (s.active_grammar() for s in self.plan.bound))
         # One token is sampled after the forced tokens. Then the host must compute the next mask,
         # unless the forced tokens end the text.
-        known = [len(grammar.forced) + 1 for grammar in grammars if not grammar.ends]
-        return min(max_steps, longest, *known)
+        step_limits = [len(grammar.forced) + 1 for grammar in grammars if not grammar.ends]
+        return min(max_steps, max_remaining, *step_limits)
 
     def add_decodes(self) -> None:
         """Add all running sequences with a complete prefill to `decodes`."""

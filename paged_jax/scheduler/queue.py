@@ -52,25 +52,26 @@ class FairQueue:
     def __iter__(self) -> Iterator[Sequence]:
         """Iterate over a copy of the queue, so the queue may change during the iteration."""
         if len(self._by_client) == 1:
-            [own] = self._by_client.values()
-            return iter(own.copy())
+            [sequences] = self._by_client.values()
+            return iter(sequences.copy())
         num_running = collections.Counter(s.request.client for s in self._running)
-        ranked = [
-            _with_ranks(own.copy(), num_running[client]) for client, own in self._by_client.items()
+        queues = [
+            _with_ranks(sequences.copy(), num_running[client])
+            for client, sequences in self._by_client.items()
         ]
-        return (sequence for _, sequence in heapq.merge(*ranked))
+        return (sequence for _, sequence in heapq.merge(*queues))
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence to the queue."""
-        own = self._by_client.setdefault(sequence.request.client, [])
-        bisect.insort(own, sequence, key=lambda s: s.seniority)
+        sequences = self._by_client.setdefault(sequence.request.client, [])
+        bisect.insort(sequences, sequence, key=lambda s: s.seniority)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, which must be in the queue."""
         client = sequence.request.client
-        own = self._by_client[client]
-        own.remove(sequence)
-        if not own:
+        sequences = self._by_client[client]
+        sequences.remove(sequence)
+        if not sequences:
             del self._by_client[client]
 
 
@@ -79,9 +80,9 @@ def _with_ranks(waiting: list[Sequence], num_running: int) -> Iterator[tuple[_Ra
 
     `num_running` is the number of running sequences of this client.
     """
-    for turn, sequence in enumerate(waiting, num_running):
+    for rank, sequence in enumerate(waiting, num_running):
         priority, arrival, index = sequence.seniority
-        yield (priority, turn, arrival, index), sequence
+        yield (priority, rank, arrival, index), sequence
 
 
 class Queue:
@@ -172,8 +173,8 @@ class Queue:
 
     def expired(self, now: float) -> list[Sequence]:
         """Return the unfinished sequences with a deadline that has passed."""
-        due = itertools.takewhile(lambda entry: entry[0] <= now, self.by_deadline)
-        return [sequence for *_, request in due for sequence in self.unfinished_of(request)]
+        entries = itertools.takewhile(lambda entry: entry[0] <= now, self.by_deadline)
+        return [sequence for *_, request in entries for sequence in self.unfinished_of(request)]
 
     # Waiting
 

@@ -192,16 +192,16 @@ class Scheduler:
 
         All other sequences, all slots, all swapped blocks and all plans are discarded.
         """
-        by_request: dict[Request, list[Sequence]] = {}
+        sequences_by_request: dict[Request, list[Sequence]] = {}
         for sequence in sequences:
-            by_request.setdefault(sequence.request, []).append(sequence)
+            sequences_by_request.setdefault(sequence.request, []).append(sequence)
         self.lookahead.close()
         self._queue.clear()
         self._admission.clear()
         for sequence in sequences:
             sequence.restart()
-        for request, own in by_request.items():
-            self._queue.track(request, own)
+        for request, members in sequences_by_request.items():
+            self._queue.track(request, members)
         for sequence in sequences:
             self._queue.join(sequence)
 
@@ -241,7 +241,7 @@ class Scheduler:
         num_preemptions = self.stats.num_preemptions
         self._admit_urgent(memory)
         self._free_blocks_for_decode(memory)
-        is_calm = self.stats.num_preemptions == num_preemptions
+        can_admit = self.stats.num_preemptions == num_preemptions
         builder = self._plan_builder(memory, plan)
         builder.add_decodes()
         builder.add_chunks()
@@ -249,14 +249,14 @@ class Scheduler:
             # All running sequences are in prefill, and no block is free. Preempt a sequence, so
             # that the most senior sequence gets blocks.
             self._preempt(memory, self.running[1:], PreemptionNote(reason="prefill"))
-            builder, is_calm = self._plan_builder(memory, plan), False
+            builder, can_admit = self._plan_builder(memory, plan), False
             builder.add_chunks()
         # After a preemption, admit no waiting sequence. It would take the blocks that were just
         # freed for the running sequences.
         may_admit_next = bool(self._queue.waiting)
-        if is_calm:
+        if can_admit:
             may_admit_next = self._admission.admit(builder)
-        plan.bound = [each for each in plan.decodes if each.active_grammar() is not None]
+        plan.bound = [s for s in plan.decodes if s.active_grammar() is not None]
         self.lookahead.enable_after(plan, may_admit_next)
         plan.num_steps = builder.num_steps(self.lookahead.max_steps, may_admit_next)
         plan.leave_on_stop = bool(self._queue.waiting)
@@ -273,22 +273,22 @@ class Scheduler:
     def _admit_urgent(self, memory: BlockMemory) -> None:
         """Preempt sequences of worse priority to admit waiting sequences of better priority."""
         queue, admission = self._queue, self._admission
-        computing = admission.next_digests()
+        pending_digests = admission.next_digests()
         for sequence in queue.waiting:
             priority = sequence.request.priority
-            juniors = [s for s in queue.running if s.request.priority > priority]
-            if not juniors:
+            candidates = [s for s in queue.running if s.request.priority > priority]
+            if not candidates:
                 return
-            if admission.waits_for_prefix(sequence, computing):
+            if admission.waits_for_prefix(sequence, pending_digests):
                 continue
-            if not self._preempt_for(memory, sequence, juniors):
+            if not self._preempt_for(memory, sequence, candidates):
                 return
-            computing |= admission.next_digest(sequence)
+            pending_digests |= admission.next_digest(sequence)
 
     def _preempt_for(
-        self, memory: BlockMemory, sequence: Sequence, juniors: list[Sequence]
+        self, memory: BlockMemory, sequence: Sequence, candidates: list[Sequence]
     ) -> bool:
-        """Preempt sequences in `juniors` until `sequence` can start, and start it.
+        """Preempt sequences in `candidates` until `sequence` can start, and start it.
 
         Returns:
           Whether the sequence was started. False if there is no room for it even without the
@@ -303,20 +303,22 @@ class Scheduler:
                 # Compute the number of blocks that are available if all juniors are preempted: the
                 # spare blocks, the blocks that only juniors hold, and the blocks that are reserved
                 # for the prompts and the growth of juniors.
-                claims = sum(
-                    block_budget.num_claimed(s) + block_budget.can_grow(s) for s in juniors
+                num_claimed = sum(
+                    block_budget.num_claimed(s) + block_budget.can_grow(s) for s in candidates
                 )
-                most = builder.num_spare + block_budget.num_held(memory, juniors) + claims
-                if sequence.num_wanted > most:
+                max_free = (
+                    builder.num_spare + block_budget.num_held(memory, candidates) + num_claimed
+                )
+                if sequence.num_wanted > max_free:
                     return False
-            if not juniors:
+            if not candidates:
                 return False
             note = PreemptionNote(
                 reason="priority",
                 numbers={"priority": request.priority},
                 other_request=request.request_id,
             )
-            juniors.remove(self._preempt(memory, juniors, note))
+            candidates.remove(self._preempt(memory, candidates, note))
 
     def _free_blocks_for_decode(self, memory: BlockMemory) -> None:
         """Preempt sequences until all decoding sequences have blocks for one step.
@@ -346,16 +348,16 @@ class Scheduler:
         sequence = min(candidates, key=self._preemption_rank)
         is_swapped = self._should_swap(sequence)
         if sequence.history is not None:
-            others = [candidate for candidate in candidates if candidate is not sequence]
-            other = min(others, key=self._preemption_rank, default=None)
+            remaining = [candidate for candidate in candidates if candidate is not sequence]
+            spared = min(remaining, key=self._preemption_rank, default=None)
             sequence.history.preempt(
                 dataclasses.replace(
                     note,
                     kind="swap" if is_swapped else "recompute",
                     num_tokens=sequence.num_computed,
                     sample=sequence.index,
-                    spared_request=None if other is None else other.request.request_id,
-                    advantage=None if other is None else self._advantage(sequence, other),
+                    spared_request=None if spared is None else spared.request.request_id,
+                    advantage=None if spared is None else self._advantage(sequence, spared),
                 )
             )
         if is_swapped:
@@ -388,18 +390,22 @@ class Scheduler:
         priority, arrival, index = sequence.seniority
         return -priority, not has_progressed, seconds, -arrival, -index
 
-    def _advantage(self, victim: Sequence, other: Sequence) -> PreemptionAdvantage:
-        """Return why `victim` is preempted instead of `other`, the next candidate."""
-        ranks = self._preemption_rank(victim), self._preemption_rank(other)
-        return next(name for name, own, its in zip(_ADVANTAGES, *ranks, strict=True) if own != its)
+    def _advantage(self, victim: Sequence, spared: Sequence) -> PreemptionAdvantage:
+        """Return why `victim` is preempted instead of `spared`, the next candidate."""
+        ranks = self._preemption_rank(victim), self._preemption_rank(spared)
+        return next(
+            name
+            for name, rank, spared_rank in zip(_ADVANTAGES, *ranks, strict=True)
+            if rank != spared_rank
+        )
 
     def _should_swap(self, sequence: Sequence) -> bool:
         """Return whether a preemption copies the blocks of the sequence to the host."""
         if self.preemption == "recompute" or not sequence.num_computed:
             return False
-        most, num_swapped = self.costs.max_swapped_blocks, self._queue.num_swapped_blocks
+        max_blocks, num_swapped = self.costs.max_swapped_blocks, self._queue.num_swapped_blocks
         num_blocks = self.block_budget.num_swapped(sequence.num_computed)
-        if most is not None and num_swapped + num_blocks > most:
+        if max_blocks is not None and num_swapped + num_blocks > max_blocks:
             return False
         is_cheaper = self._swap_seconds(sequence) < self._recompute_seconds(sequence)
         return self.preemption == "swap" or is_cheaper
@@ -445,13 +451,13 @@ def _check_fits(sequence: Sequence, block_budget: BlockBudget) -> None:
             "token_ids",
         )
     # Admission requires blocks for all tokens of a sequence, even if it generates no tokens.
-    most = max(num_tokens, num_cached_tokens_at(sequence.max_length))
-    needed = block_budget.num_required(most)
-    if needed > block_budget.num_blocks:
+    max_length = max(num_tokens, num_cached_tokens_at(sequence.max_length))
+    num_required = block_budget.num_required(max_length)
+    if num_required > block_budget.num_blocks:
         raise ArgumentError(
             "Scheduler.add",
             f"a sequence must fit the pool of {block_budget.num_blocks} blocks of "
             f"{block_budget.block_size} tokens, got {num_tokens} prompt tokens and "
-            f"{sequence.max_length - num_tokens} tokens to generate, which need {needed} blocks. "
-            "Use fewer tokens or more blocks.",
+            f"{sequence.max_length - num_tokens} tokens to generate, which need {num_required} "
+            "blocks. Use fewer tokens or more blocks.",
         )
