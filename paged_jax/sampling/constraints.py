@@ -132,8 +132,8 @@ class Constraints:
 
     def force(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
         """Return `token_ids` i32[B], replaced in rows at the position of a forced token."""
-        place = positions - self.starts
-        is_forced = (self.starts >= 0) & (place >= 0) & (place < self.num_forced)
-        place = jnp.clip(place, 0, self.forced_ids.shape[1] - 1)
-        known = jnp.take_along_axis(self.forced_ids, place[:, None], axis=1)[:, 0]
-        return jnp.where(is_forced, known, token_ids)
+        index = positions - self.starts
+        is_forced = (self.starts >= 0) & (index >= 0) & (index < self.num_forced)
+        index = jnp.clip(index, 0, self.forced_ids.shape[1] - 1)
+        forced_tokens = jnp.take_along_axis(self.forced_ids, index[:, None], axis=1)[:, 0]
+        return jnp.where(is_forced, forced_tokens, token_ids)

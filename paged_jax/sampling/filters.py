@@ -44,8 +44,8 @@ def filter_logits(
       >>> jnp.isfinite(kept).tolist()
       [[True, False, True]]
     """
-    per_row = {"temperature": temperature, "min_p": min_p, "top_k": top_k, "top_p": top_p}
-    bind("filter_logits", logits=(logits, "SV"), **{k: (a, "S") for k, a in per_row.items()})
+    row_params = {"temperature": temperature, "min_p": min_p, "top_k": top_k, "top_p": top_p}
+    bind("filter_logits", logits=(logits, "SV"), **{k: (a, "S") for k, a in row_params.items()})
     z = logits.astype(jnp.float32)
     largest = jnp.max(z, axis=1, keepdims=True)
     largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
@@ -110,8 +110,8 @@ def _top_p_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Arr
     # Tokens with a logit equal to the cut-off have equal weights. Keep as many of them as needed to
     # reach `goal`: the missing weight, divided by the weight of one of these tokens, rounded up.
     weight = jnp.max(jnp.where(is_tie, weights, 0.0), axis=1)
-    above = jnp.sum(_weights_above(z > logit[:, None], weights), axis=1)
-    missing = jnp.ceil((goal - above) / jnp.where(weight > 0, weight, 1.0))
+    weight_above = jnp.sum(_weights_above(z > logit[:, None], weights), axis=1)
+    missing = jnp.ceil((goal - weight_above) / jnp.where(weight > 0, weight, 1.0))
     num_ties = jnp.maximum(missing, 1.0).astype(jnp.int32)
     return _Cut(logit, _nth_true(is_tie, num_ties))
 

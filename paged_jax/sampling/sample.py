@@ -180,15 +180,15 @@ def sample(
     # Use a single cond for all rows that are not plain greedy. Each cond that returns logits would
     # copy them, and on GPUs the host waits for each condition.
     is_special = jnp.any(is_changed | is_drawn) | is_reported
-    chosen = lax.cond(is_special, choose, unreported, raw, greedy)
-    draws = Draws.unpack(chosen)
+    packed = lax.cond(is_special, choose, unreported, raw, greedy)
+    draws = Draws.unpack(packed)
     tokens = draws.token_ids
     logits = _at(raw, tokens)
     denominators = log_sum_exp(raw, largest, backend=backend)[:, 0]
     logprobs = jnp.where(active, logits - denominators, 0.0)
     # The slot of inactive rows is set to S, which is out of range, so that they are not counted.
-    counted = jnp.where(active, slots, rows.output_counts.shape[0])
-    counts = rows.output_counts.at[counted, tokens].add(1, mode="drop")
+    active_slots = jnp.where(active, slots, rows.output_counts.shape[0])
+    counts = rows.output_counts.at[active_slots, tokens].add(1, mode="drop")
     draws = draws._replace(logprobs=logprobs)
     recent_ids = next_recent_ids(rows, tokens, positions, active)
     return draws, dataclasses.replace(rows, output_counts=counts, recent_ids=recent_ids)
@@ -248,8 +248,8 @@ def _choose(
 def _unreported(tokens: jax.Array, num_top: int) -> Draws:
     """Return `Draws` with the tokens i32[B], and zeros in all other fields."""
     zeros = jnp.zeros((*tokens.shape, num_top), jnp.int32)
-    none = jnp.zeros_like(tokens)
-    return Draws(tokens, _as_float(none), none, zeros, _as_float(zeros))
+    zero_ids = jnp.zeros_like(tokens)
+    return Draws(tokens, _as_float(zero_ids), zero_ids, zeros, _as_float(zeros))
 
 
 def _report(
@@ -278,11 +278,12 @@ def rows_of(state: SlotSampling, slots: jax.Array) -> SlotSampling:
       The state with B rows in its small fields. Large fields are not gathered: they keep their S
       rows, and `sample` indexes them by its argument `slots`.
     """
-    whole = {name: getattr(state, name) for name in _WHOLE}
+    unsliced = {name: getattr(state, name) for name in _WHOLE}
     rows = jax.tree.map(
-        lambda x: x.at[slots].get(mode="clip"), dataclasses.replace(state, **dict.fromkeys(whole))
+        lambda x: x.at[slots].get(mode="clip"),
+        dataclasses.replace(state, **dict.fromkeys(unsliced)),
     )
-    return dataclasses.replace(rows, **whole)
+    return dataclasses.replace(rows, **unsliced)
 
 
 def top_logprobs(
@@ -431,8 +432,8 @@ def _categorical(log_weights: jax.Array, keys: jax.Array) -> jax.Array:
     )(keys)
     log_masses = jnp.log(jnp.sum(jnp.exp(groups), axis=-1))
     group = jnp.argmax(log_masses + noise[:, :num_groups], axis=1)
-    within = jnp.take_along_axis(groups, group[:, None, None], axis=1)[:, 0]
-    member = jnp.argmax(within + noise[:, num_groups:], axis=1)
+    candidates = jnp.take_along_axis(groups, group[:, None, None], axis=1)[:, 0]
+    member = jnp.argmax(candidates + noise[:, num_groups:], axis=1)
     return (group * _DRAW_GROUP + member).astype(jnp.int32)
 
 

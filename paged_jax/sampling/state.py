@@ -125,10 +125,10 @@ class SlotSampling:
         sizes = {"num_slots": (num_slots, 1), "vocab_size": (vocab_size, 1)}
         sizes |= {"max_logit_bias": (max_logit_bias, 0), "max_stop_ids": (max_stop_ids, 0)}
         sizes["max_bad_words"] = (max_bad_words, 0)
-        for name, (size, least) in sizes.items():
-            if not is_int(size) or size < least:
+        for name, (size, minimum) in sizes.items():
+            if not is_int(size) or size < minimum:
                 raise ValueError(
-                    f"SlotSampling.create: {name} must be an integer >= {least}, got {size!r}. "
+                    f"SlotSampling.create: {name} must be an integer >= {minimum}, got {size!r}. "
                     "Pass the size to allocate."
                 )
         return cls(
@@ -237,19 +237,19 @@ def slot_row(state: SlotSampling, assignment: Assignment) -> SlotRow:
                 f"slot_row: {name} must be an integer in [0, {bound}), got {value!r}. "
                 f"Pass a {name} in that range."
             )
-    own, seed = params.logit_bias or {}, int(assignment.seed)
+    logit_bias, seed = params.logit_bias or {}, int(assignment.seed)
     # Clip the biases of a request to finite float32 numbers. The model's biases may be -inf.
-    bias_values = [token_bias.values_at(0), _to_float32(list(own.values()))]
+    bias_values = [token_bias.values_at(0), _to_float32(list(logit_bias.values()))]
     bias_values = np.concatenate(bias_values).astype(np.float32)
     # With structured outputs, the grammar's mask implements `min_tokens`.
     min_tokens = params.min_tokens if params.structured_outputs is None else 0
-    held = assignment.stop_ids if min_tokens else ()
+    stop_ids = assignment.stop_ids if min_tokens else ()
     token_ids, num_prompt_tokens = assignment.token_ids, assignment.num_prompt_tokens
     bad_words = assignment.bad_word_ids
     prompt = _token_ids("prompt_token_ids", token_ids[:num_prompt_tokens], vocab_size)
     output = _token_ids("output_token_ids", token_ids[num_prompt_tokens:], vocab_size)
-    bias_ids = _token_ids("logit_bias", (*token_bias.all_ids, *own), vocab_size)
-    held_ids = _token_ids("stop_token_ids", held, vocab_size)
+    bias_ids = _token_ids("logit_bias", (*token_bias.all_ids, *logit_bias), vocab_size)
+    held_ids = _token_ids("stop_token_ids", stop_ids, vocab_size)
     values = SlotSampling(
         temperature=_row(params.temperature, np.float32),
         top_k=_row(params.top_k, np.int32),
@@ -411,10 +411,10 @@ def _to_float32(values: Any) -> np.ndarray:
 
 def _token_ids(name: str, ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
     array = np.asarray(ids, np.int64).reshape(-1)
-    outside = array[(array < 0) | (array >= vocab_size)]
-    if outside.size:
+    invalid_ids = array[(array < 0) | (array >= vocab_size)]
+    if invalid_ids.size:
         raise ValueError(
-            f"slot_row: {name} must hold token ids in [0, {vocab_size}), got {outside[0]}. "
+            f"slot_row: {name} must hold token ids in [0, {vocab_size}), got {invalid_ids[0]}. "
             "Check that the tokenizer belongs to this model."
         )
     return array

@@ -52,12 +52,14 @@ class StructuredOutputsParams:
     json_object: bool | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name, value in vars(self).items() if value not in (None, False)]
-        if len(given) != 1:
+        fields = [name for name, value in vars(self).items() if value not in (None, False)]
+        if len(fields) != 1:
             names = ", ".join(field.name for field in dataclasses.fields(self))
-            found = " and ".join(given) or "none"
-            raise ArgumentError(_STRUCTURED, f"exactly one of {names} must be given, got {found}.")
-        [name] = given
+            received = " and ".join(fields) or "none"
+            raise ArgumentError(
+                _STRUCTURED, f"exactly one of {names} must be given, got {received}."
+            )
+        [name] = fields
         convert, rule = _FORMS[name]
         value = convert(getattr(self, name))
         if value is None:
@@ -81,8 +83,8 @@ def _text(value: Any) -> str | None:
 
 
 def _texts(value: Any) -> tuple[str, ...] | None:
-    is_good = is_sequence(value) and all(isinstance(text, str) and text for text in value)
-    return tuple(value) if is_good and value else None
+    is_valid = is_sequence(value) and all(isinstance(text, str) and text for text in value)
+    return tuple(value) if is_valid and value else None
 
 
 # Maps each field to a function and a rule. The function returns the value to store, or None for an
