@@ -59,8 +59,8 @@ def prompt_key(
     if not text:
         return None
     full = min(len(text) // block_chars, num_blocks) * block_chars
-    beginning = json.dumps([data.get("prompt_cache_key"), text[: full or len(text)]])
-    return hashlib.sha256(beginning.encode()).hexdigest()
+    prefix = json.dumps([data.get("prompt_cache_key"), text[: full or len(text)]])
+    return hashlib.sha256(prefix.encode()).hexdigest()
 
 
 def _load(body: bytes) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Block:
 class BlockChange:
     """A change of a block: it was opened, `text` was appended to it, or it was closed."""
 
-    what: Literal["open", "extend", "close"]
+    action: Literal["open", "extend", "close"]
     block: Block
     text: str = ""
 
@@ -65,7 +65,7 @@ class BlockTracker:
       >>> tracker = BlockTracker()
       >>> parts = [AnswerDelta("content", "\n"), AnswerDelta("call", "f")]
       >>> changes = tracker.push([*parts, AnswerDelta("arguments", "{}")], is_last=True)
-      >>> [change.what for change in changes], tracker.blocks[0].text
+      >>> [change.action for change in changes], tracker.blocks[0].text
       (['open', 'extend', 'close'], '{}')
     """
 
@@ -86,13 +86,13 @@ class BlockTracker:
             if kind == "call":
                 changes += [*self._close(), self._open("call", text)]
                 continue
-            wanted: BlockKind = "call" if kind == "arguments" else kind
-            if not self.is_open or self.blocks[-1].kind != wanted:
+            block_kind: BlockKind = "call" if kind == "arguments" else kind
+            if not self.is_open or self.blocks[-1].kind != block_kind:
                 text, self._space = self._space + text, ""
                 if not text.strip():
                     self._space = text
                     continue
-                changes += [*self._close(), self._open(wanted)]
+                changes += [*self._close(), self._open(block_kind)]
             self.blocks[-1].text += text
             changes.append(BlockChange("extend", self.blocks[-1], text))
         return [*changes, *(self._close() if is_last else ())]

@@ -199,23 +199,23 @@ class Answer(ABC):
 
     def _first_given(self, names: Sequence[str]) -> str:
         """Return the first of `names` that the body sets. If it sets none, return the last."""
-        given = (name for name in names if getattr(self.body, name, None) is not None)
-        return next(given, names[-1])
+        present = (name for name in names if getattr(self.body, name, None) is not None)
+        return next(present, names[-1])
 
     def params(self) -> dict[str, Any]:
         """Return the values of `SamplingParams` fields that the body sets."""
-        given = {name: getattr(self.body, name) for name in _PARAMS}
+        params = {name: getattr(self.body, name) for name in _PARAMS}
         if self.body.seed is not None and self.body.seed != -1:
-            given["seed"] = self.body.seed % 2**63  # OpenAI allows negative seeds
+            params["seed"] = self.body.seed % 2**63  # OpenAI allows negative seeds
         if self.body.logit_bias is not None:
-            given["logit_bias"] = _as_token_ids(self.body.logit_bias)
+            params["logit_bias"] = _as_token_ids(self.body.logit_bias)
         if self.body.structured_outputs is not None:
             constraint = self.body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
             try:
-                given["structured_outputs"] = StructuredOutputsParams(**constraint)
+                params["structured_outputs"] = StructuredOutputsParams(**constraint)
             except ArgumentError as error:
                 raise bad_request(error) from None
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in params.items() if value is not None}
 
     @abstractmethod
     def response_body(self, outputs: Sequence[RequestOutput]) -> JsonDict:
@@ -367,7 +367,11 @@ def keep_top(
     """Return the entries of `row` for `token_id` and for the `count` most probable tokens."""
     if row is None:
         return None
-    return {other: each for other, each in row.items() if each.rank <= count or other == token_id}
+    return {
+        candidate: logprob
+        for candidate, logprob in row.items()
+        if logprob.rank <= count or candidate == token_id
+    }
 
 
 def by_token_id(rows: Sequence[dict[int, Logprob] | None] | None) -> Any:
@@ -379,11 +383,11 @@ def by_token_id(rows: Sequence[dict[int, Logprob] | None] | None) -> Any:
         if row is None
         else {
             token_id: {
-                "logprob": finite(each.logprob),
-                "rank": each.rank,
-                "decoded_token": each.decoded_token,
+                "logprob": finite(logprob.logprob),
+                "rank": logprob.rank,
+                "decoded_token": logprob.decoded_token,
             }
-            for token_id, each in row.items()
+            for token_id, logprob in row.items()
         }
         for row in rows
     ]

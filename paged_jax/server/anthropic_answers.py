@@ -36,8 +36,10 @@ class MessagesAnswer(BlockAnswer):
     def stop(self) -> tuple[str, list[str]]:
         """Tuple (field name for error messages, stop strings of `stop` and `stop_sequences`)."""
         field, stop = super().stop
-        own = self.body.stop_sequences
-        return (field, stop) if own is None else ("stop_sequences", [*stop, *own])
+        stop_sequences = self.body.stop_sequences
+        if stop_sequences is None:
+            return field, stop
+        return "stop_sequences", [*stop, *stop_sequences]
 
     @property
     def has_format(self) -> bool:
@@ -58,7 +60,7 @@ class MessagesAnswer(BlockAnswer):
         """Return the JSON of the response, given the finished output."""
         [output] = outputs
         [delta] = whole_samples(output)
-        self.tracker.push(self.chat.parts(delta, is_whole=True), is_last=True)
+        self.tracker.push(self.chat.parts(delta, is_complete=True), is_last=True)
         content = [self._content(block) for block in self.tracker.blocks]
         message = self._message(content, self._usage(output))
         return message | self._end(output.outputs[0]) | self._explanations(output)
@@ -150,10 +152,10 @@ class MessagesAnswer(BlockAnswer):
 
     def _events_of(self, change: BlockChange) -> list[JsonDict]:
         block, index = change.block, {"index": change.block.index}
-        if change.what == "open":
+        if change.action == "open":
             empty = Block(block.index, block.kind, block.name, id=block.id)
             return [{"type": "content_block_start", **index, "content_block": self._content(empty)}]
-        if change.what == "extend":
+        if change.action == "extend":
             if block.kind == "reasoning" and self._hides_thoughts:
                 return []
             kind, key = {

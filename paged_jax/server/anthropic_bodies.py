@@ -116,7 +116,9 @@ def chat_of_messages(body: CountTokensBody, tokenizer: Tokenizer | None) -> bodi
         invalid.
     """
     messages = [
-        each for index, message in enumerate(body.messages) for each in _messages(message, index)
+        chat_message
+        for index, message in enumerate(body.messages)
+        for chat_message in _messages(message, index)
     ]
     config, thinking = body.output_config, body.thinking
     variables: JsonDict = {}
@@ -147,10 +149,10 @@ def _system(system: str | list[dict[str, Any]] | None) -> str | None:
         return system
     texts = []
     for index, block in enumerate(system):
-        place = f"system.{index}"
+        path = f"system.{index}"
         if block.get("type") != "text":
-            raise ApiError(400, f"{place}.type must be text.", param=place)
-        texts.append(string_of(block, "text", place))
+            raise ApiError(400, f"{path}.type must be text.", param=path)
+        texts.append(string_of(block, "text", path))
     return "\n".join(text for text in texts if not text.startswith(_BILLING)) or None
 
 
@@ -161,7 +163,7 @@ def _messages(message: Mapping[str, Any], index: int) -> Iterator[JsonDict]:
     message.
     """
     role, content = message.get("role"), message.get("content")
-    place = f"messages.{index}.content"
+    path = f"messages.{index}.content"
     if role not in ("user", "assistant", "system"):
         raise ApiError(
             400, f"messages.{index}.role must be user or assistant, got {role!r}.",
@@ -171,26 +173,26 @@ def _messages(message: Mapping[str, Any], index: int) -> Iterator[JsonDict]:
         yield {"role": role, "content": content}
         return
     if not isinstance(content, list):
-        raise ApiError(400, f"{place} must be a text or a list of blocks.", param=place)
+        raise ApiError(400, f"{path} must be a text or a list of blocks.", param=path)
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[JsonDict] = []
     for number, block in enumerate(content):
-        where = f"{place}.{number}"
-        kind = kind_of(block, where)
+        block_path = f"{path}.{number}"
+        kind = kind_of(block, block_path)
         if kind == "text":
-            texts.append(string_of(block, "text", where))
+            texts.append(string_of(block, "text", block_path))
         elif kind == "thinking":
-            thoughts.append(string_of(block, "thinking", where))
+            thoughts.append(string_of(block, "thinking", block_path))
         elif kind == "tool_use":
-            name = string_of(block, "name", where)
+            name = string_of(block, "name", block_path)
             function = {"name": name, "arguments": block.get("input") or {}}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
             yield {
                 "role": "tool",
                 "tool_call_id": block.get("tool_use_id"),
-                "content": _result(block, where),
+                "content": _result(block, block_path),
             }
     fields: JsonDict = {"role": role, "content": "".join(texts)}
     if thoughts:
@@ -201,9 +203,9 @@ def _messages(message: Mapping[str, Any], index: int) -> Iterator[JsonDict]:
         yield fields
 
 
-def _result(block: Mapping[str, Any], place: str) -> str:
+def _result(block: Mapping[str, Any], path: str) -> str:
     """Return the text of a tool result, which begins with "Error: " if the tool failed."""
-    content = result_text(block.get("content"), f"{place}.content")
+    content = result_text(block.get("content"), f"{path}.content")
     return f"Error: {content}" if block.get("is_error") else content
 
 
@@ -212,14 +214,14 @@ def _joined(messages: list[JsonDict]) -> list[JsonDict]:
 
     Messages with other fields, such as tool calls, are not joined.
     """
-    joined: list[JsonDict] = []
+    merged: list[JsonDict] = []
     for message in messages:
-        last = joined[-1] if joined else {}
+        last = merged[-1] if merged else {}
         if message.keys() == last.keys() == {"role", "content"} and last["role"] == message["role"]:
-            joined[-1] = {**last, "content": f"{last['content']}\n{message['content']}"}
+            merged[-1] = {**last, "content": f"{last['content']}\n{message['content']}"}
         else:
-            joined.append(message)
-    return joined
+            merged.append(message)
+    return merged
 
 
 def _tool(tool: JsonDict) -> JsonDict:
@@ -239,14 +241,14 @@ def _tool_choice(choice: JsonDict) -> tuple[Any, bool | None]:
       ApiError: the type of the choice is unknown.
     """
     kind = choice.get("type", "auto")
-    known: JsonDict = {
+    choices: JsonDict = {
         "auto": "auto",
         "any": "required",
         "none": "none",
         "tool": {"type": "function", "function": {"name": choice.get("name")}},
     }
-    if kind not in known:
+    if kind not in choices:
         raise ApiError(
             400, f"tool_choice must be auto, any, tool or none, got {kind!r}.", param="tool_choice"
         )
-    return known[kind], False if choice.get("disable_parallel_tool_use") else None
+    return choices[kind], False if choice.get("disable_parallel_tool_use") else None

@@ -134,7 +134,7 @@ def _generation_routes(service: Service) -> list[Route]:
         "/v1/responses": ResponsesAnswer,
         "/v1/messages": MessagesAnswer,
     }
-    bodies: dict[str, Any] = {each.path: each.body for each in openapi.ENDPOINTS}
+    bodies: dict[str, Any] = {endpoint.path: endpoint.body for endpoint in openapi.ENDPOINTS}
     return [
         Route(path, CompletionEndpoint(service, bodies[path], answer), methods=["POST"])
         for path, answer in answers.items()
@@ -266,10 +266,10 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     # Do not use `request.url`, which parses the Host header and fails for some values.
-    place = f"{request.method} {request.scope['path'][:100]}"
+    route = f"{request.method} {request.scope['path'][:100]}"
     message = {
-        404: f"There is no {place}. {_advice(request)}",
-        405: f"{place} is not allowed. Use {(error.headers or {}).get('Allow', 'POST')}.",
+        404: f"There is no {route}. {_advice(request)}",
+        405: f"{route} is not allowed. Use {(error.headers or {}).get('Allow', 'POST')}.",
     }.get(error.status_code, str(error.detail))
     headers = dict(error.headers) if error.headers else None
     return await _api_error(request, ApiError(error.status_code, message, headers=headers))
@@ -280,9 +280,11 @@ def _advice(request: Request) -> str:
     # Clients append a path to a base URL, so slashes or `/v1` may be missing or doubled.
     parts = [part for part in request.scope["path"].split("/") if part]
     path = "/" + "/".join(part for part, _ in itertools.groupby(parts))
-    known = [each.path for each in openapi.ENDPOINTS if each.method == request.method]
-    near = next((each for each in (path, f"/v1{path}") if each in known), None)
-    return "See /openapi.json for all routes." if near is None else f"Did you mean {near}?"
+    paths = [endpoint.path for endpoint in openapi.ENDPOINTS if endpoint.method == request.method]
+    suggestion = next((candidate for candidate in (path, f"/v1{path}") if candidate in paths), None)
+    return (
+        "See /openapi.json for all routes." if suggestion is None else f"Did you mean {suggestion}?"
+    )
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:

@@ -41,16 +41,16 @@ def check_beam_search(answer: Answer) -> None:
     if answer.max_tokens == 0:
         raise _unsupported("max_tokens", "at least 1")
     service = answer.service
-    most = max(
+    max_beams = max(
         width
         for width in range(MAX_LOGPROBS)
         if _num_candidates(service, width, len(service.eos_token_ids)) <= MAX_LOGPROBS or not width
     )
-    if not most or not service.token_bias.suppresses_only:
+    if not max_beams or not service.token_bias.suppresses_only:
         problem = "use_beam_search is not implemented for the token biases of this model."
         raise ApiError(400, problem, param="use_beam_search")
-    if (answer.body.n or 1) > most:
-        raise _unsupported("n", f"at most {most}")
+    if (answer.body.n or 1) > max_beams:
+        raise _unsupported("n", f"at most {max_beams}")
 
 
 def _unsupported(name: str, rule: str) -> ApiError:
@@ -92,16 +92,18 @@ async def run_beam_search(answer: Answer, job: Job) -> AsyncGenerator[tuple[int,
     first: dict[int, RequestOutput] = {}
     while running := {i: choice for i, choice in enumerate(choices) if not choice.is_done}:
         prompts = [
-            [*job.prompts[i], *beam.token_ids] for i, each in running.items() for beam in each.beams
+            [*job.prompts[i], *beam.token_ids]
+            for i, choice in running.items()
+            for beam in choice.beams
         ]
         step = dataclasses.replace(job, prompts=prompts, params=next_token)
         outputs = {row: output async for row, output in sample_job(answer, step)}
         in_order = (outputs[row] for row in range(len(prompts)))
         for index, choice in running.items():
-            own = list(itertools.islice(in_order, len(choice.beams)))
-            first.setdefault(index, own[0])
-            suppressed = _suppressed(service.token_bias, choice.num_generated)
-            rows = [_most_probable(output, count, suppressed) for output in own]
+            beam_outputs = list(itertools.islice(in_order, len(choice.beams)))
+            first.setdefault(index, beam_outputs[0])
+            suppressed_ids = _suppressed(service.token_bias, choice.num_generated)
+            rows = [_most_probable(output, count, suppressed_ids) for output in beam_outputs]
             choice.advance([list(row) for row in rows], [[*row.values()] for row in rows])
     for index, choice in enumerate(choices):
         samples = [
@@ -117,13 +119,13 @@ def _suppressed(bias: TokenBias, index: int) -> set[int]:
     return {i for i, value in zip(bias.all_ids, bias.values_at(index), strict=True) if value}
 
 
-def _most_probable(output: RequestOutput, count: int, suppressed: set[int]) -> dict[int, float]:
+def _most_probable(output: RequestOutput, count: int, suppressed_ids: set[int]) -> dict[int, float]:
     """Return the log-probabilities of the most probable next tokens, in descending order.
 
     Args:
       output: output of a beam's request.
       count: maximum number of tokens.
-      suppressed: tokens that are left out.
+      suppressed_ids: tokens that are left out.
 
     Returns:
       A dict from token ids to log-probabilities.
@@ -133,7 +135,9 @@ def _most_probable(output: RequestOutput, count: int, suppressed: set[int]) -> d
         raise ApiError(500, "The beam search was aborted.", code="generation_failed")
     row: dict[int, Logprob] = sample.logprobs[0]
     best = sorted(row.items(), key=lambda item: item[1].rank)[:count]
-    return {token_id: each.logprob for token_id, each in best if token_id not in suppressed}
+    return {
+        token_id: logprob.logprob for token_id, logprob in best if token_id not in suppressed_ids
+    }
 
 
 def _beam_sample(service: Service, choice: BeamChoice, rank: int, beam: Beam) -> CompletionOutput:

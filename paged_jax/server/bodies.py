@@ -285,8 +285,8 @@ class MessageParam(LenientBody):
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
-        said = self.tool_calls or self.refusal or self.reasoning_content or self.reasoning
-        if "content" not in self.model_fields_set and not said:
+        extra_content = self.tool_calls or self.refusal or self.reasoning_content or self.reasoning
+        if "content" not in self.model_fields_set and not extra_content:
             raise PydanticCustomError(
                 "content",
                 "content must be given, unless there are tool_calls, a refusal or reasoning",

@@ -127,7 +127,7 @@ async def _block(service: Service, request: Request) -> Response:
     holders = await service.call_engine(
         request.receive, lambda engine: block_text(engine, int(name))
     )
-    return JSONResponse([dataclasses.asdict(each) for each in holders], headers=_HEADERS)
+    return JSONResponse([dataclasses.asdict(holder) for holder in holders], headers=_HEADERS)
 
 
 def _is_number(text: str) -> bool:

@@ -68,8 +68,8 @@ class ChatAnswer(OpenAiAnswer):
             )
         if body.logprobs:
             params["logprobs"] = body.top_logprobs or 0
-        is_own = body.structured_outputs is not None
-        field = "structured_outputs" if is_own else "response_format"
+        has_structured_outputs = body.structured_outputs is not None
+        field = "structured_outputs" if has_structured_outputs else "response_format"
         return params | self.chat.params(params.get("structured_outputs"), field)
 
     def usage(self, outputs: Sequence[RequestOutput]) -> schemas.Usage:
@@ -91,16 +91,16 @@ class ChatAnswer(OpenAiAnswer):
         return to_json_dict(schemas.ChatCompletionResponse, **self.head, choices=choices, **end)
 
     def _choice(self, delta: SampleDelta) -> JsonDict:
-        parts = self.chat.parts(delta, is_whole=True)
-        found = self._delta(delta.sample.index, parts)
+        parts = self.chat.parts(delta, is_complete=True)
+        chat_delta = self._delta(delta.sample.index, parts)
         calls = [
             schemas.ToolCall(id=call.id or "", function=call.function)
-            for call in found.tool_calls or ()
+            for call in chat_delta.tool_calls or ()
         ]
         message = schemas.ChatMessage(
-            content=delta.text if self.chat.is_plain else found.content,
-            reasoning=found.reasoning,
-            reasoning_content=found.reasoning_content,
+            content=delta.text if self.chat.is_plain else chat_delta.content,
+            reasoning=chat_delta.reasoning,
+            reasoning_content=chat_delta.reasoning_content,
             tool_calls=calls or None,
         )
         return to_json_dict(
@@ -172,7 +172,7 @@ class ChatAnswer(OpenAiAnswer):
         """Return an event for each delta, with the new text and the finish reason, if any."""
         roles = [] if self._has_begun else self._roles()
         self._has_begun = True
-        return [*roles, *(self._next_chunk(output, each) for each in deltas)]
+        return [*roles, *(self._next_chunk(output, delta) for delta in deltas)]
 
     def _next_chunk(self, output: RequestOutput, delta: SampleDelta) -> JsonDict:
         message: JsonDict | schemas.ChatDelta
@@ -232,9 +232,11 @@ def chat_logprobs(
         token_id, row = sample.token_ids[index], sample.logprobs[index]
         # Select the `count` most probable tokens. `row` may have one more entry, because it always
         # includes the generated token.
-        top = sorted(row, key=lambda each: row[each].rank)[:count]
-        others = [_top_logprob(tokenizer, each, row[each]) for each in top]
-        yield {**_top_logprob(tokenizer, token_id, row[token_id]), "top_logprobs": others}
+        top = sorted(row, key=lambda candidate_id: row[candidate_id].rank)[:count]
+        top_logprobs = [
+            _top_logprob(tokenizer, candidate_id, row[candidate_id]) for candidate_id in top
+        ]
+        yield {**_top_logprob(tokenizer, token_id, row[token_id]), "top_logprobs": top_logprobs}
 
 
 def _top_logprob(tokenizer: Tokenizer, token_id: int, token: Logprob) -> schemas.TopLogprob:

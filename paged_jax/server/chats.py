@@ -62,8 +62,8 @@ class Chat:
         can be cached.
         """
         body, tokenizer = self.body, self.service.tokenizer
-        is_asked = body.tool_choice not in (None, "none", "auto")
-        if is_asked and not body.tools:
+        requires_call = body.tool_choice not in (None, "none", "auto")
+        if requires_call and not body.tools:
             raise ApiError(
                 400,
                 "tool_choice must be null, none or auto if there are no tools.",
@@ -80,17 +80,17 @@ class Chat:
         """Tools that `tool_choice` allows the model to call."""
         choice = self.body.tool_choice
         if isinstance(choice, bodies.ToolChoice):
-            listed = [choice]
+            allowed = [choice]
         elif isinstance(choice, bodies.AllowedToolChoice):
-            listed = choice.allowed_tools.tools
+            allowed = choice.allowed_tools.tools
         else:
             return self.tools
-        names = [each.function.name for each in listed]
-        known = {tool["function"]["name"]: tool for tool in self.tools}
-        if wrong := next((name for name in names if name not in known), None):
-            rule = f"must name tools of the request, got {wrong!r}"
+        names = [tool.function.name for tool in allowed]
+        tools_by_name = {tool["function"]["name"]: tool for tool in self.tools}
+        if unknown_name := next((name for name in names if name not in tools_by_name), None):
+            rule = f"must name tools of the request, got {unknown_name!r}"
             raise ApiError(400, f"tool_choice {rule}.", param="tool_choice")
-        return [tool for name, tool in known.items() if name in names]
+        return [tool for name, tool in tools_by_name.items() if name in names]
 
     @property
     def _must_call(self) -> bool:
@@ -196,15 +196,15 @@ class Chat:
             )
         if constraint is None or reasoning is None:
             return constraint
-        whole = reasoning.constrain(constraint, self._start)
+        full_constraint = reasoning.constrain(constraint, self._start)
         try:
-            self.service.grammars.compile(whole)
+            self.service.grammars.compile(full_constraint)
         except ArgumentError:
             # If the constraint alone is invalid too, raise the error of `_check`. It is clearer,
             # because it does not mention the grammar rules that `constrain` added.
             self._check(constraint, field)
             raise
-        return whole
+        return full_constraint
 
     def _bind(self, write_grammar: Callable[[Sequence[Tool]], str]) -> StructuredOutputsParams:
         return self.service.tool_grammars.constraint(write_grammar, self._allowed_tools)
@@ -212,7 +212,9 @@ class Chat:
     def _harmony_grammar(self, tools: Sequence[Tool], answer: str | None) -> str:
         assert self.service.tokenizer is not None
         find = self.service.tokenizer.backend.token_to_id
-        token_ids = {mark: found for mark in HARMONY_MARKS if (found := find(mark)) is not None}
+        token_ids = {
+            mark: token_id for mark in HARMONY_MARKS if (token_id := find(mark)) is not None
+        }
         return harmony_grammar(token_ids, tools, is_required=self._must_call, answer=answer)
 
     def _answer_rule(self, constraint: StructuredOutputsParams, field: str) -> str:
@@ -244,23 +246,23 @@ class Chat:
         """Whether all generated text is content, without reasoning and tool calls to parse."""
         return self.reasoning is None and not self.tools
 
-    def parts(self, delta: SampleDelta, *, is_whole: bool = False) -> list[AnswerDelta]:
+    def parts(self, delta: SampleDelta, *, is_complete: bool = False) -> list[AnswerDelta]:
         """Parse the new text of a sample into reasoning, content and tool calls.
 
         Args:
           delta: the new text of a sample. In a stream, call this for each delta in order.
-          is_whole: whether `delta` has the whole sample, because the response is not a stream.
+          is_complete: whether `delta` has the whole sample, because the response is not a stream.
         """
         if self.is_plain:
             return [AnswerDelta("content", delta.text)]
         index = delta.sample.index
-        if is_whole or index not in self._readers:
+        if is_complete or index not in self._readers:
             self._readers[index] = (
                 HarmonyReader()
                 if self._is_harmony
                 else AnswerReader(self.reasoning, self._start, self._tool_format, self.tools)
             )
-        is_last = is_whole or delta.sample.finish_reason is not None
+        is_last = is_complete or delta.sample.finish_reason is not None
         parts = self._readers[index].push(delta.text, is_last=is_last)
         # `HarmonyReader` always separates the reasoning from the content. Undo this if the
         # reasoning should stay in the content.
@@ -318,8 +320,8 @@ class Chat:
         to call, it is ``"stop"``, as in OpenAI's API.
         """
         reason = sample.finish_reason
-        is_chosen = reason == "stop" and has_calls and not self._names_tool
-        return "tool_calls" if is_chosen else reason
+        calls_tool = reason == "stop" and has_calls and not self._names_tool
+        return "tool_calls" if calls_tool else reason
 
 
 class ContentTokens:
@@ -367,22 +369,22 @@ class ContentTokens:
         Remove `part` and the text before it from `_text`.
         """
         data = part.text.encode("utf-8", "replace")
-        at = self._text.find(data)
+        position = self._text.find(data)
         # The text of a tool call may differ from the generated text: for example, the parser may
         # have converted its arguments to JSON. The next part removes the generated text.
-        if at < 0 and part.kind in ("call", "arguments"):
+        if position < 0 and part.kind in ("call", "arguments"):
             return []
         # Content may also be missing in `_text`, which still has the invalid bytes that content
         # replaces by U+FFFD. In this case, assume that the content is at the start of `_text`.
-        at = max(at, 0)
-        start, end = self._offset + at, self._offset + at + len(data)
-        found = []
+        position = max(position, 0)
+        start, end = self._offset + position, self._offset + position + len(data)
+        indices = []
         while self._tokens and self._tokens[0][1] < end:
             index, _, token_end = self._tokens.popleft()
             if token_end > start and part.kind == "content":
-                found.append(index)
-        self._text, self._offset = self._text[at + len(data) :], end
-        return found
+                indices.append(index)
+        self._text, self._offset = self._text[position + len(data) :], end
+        return indices
 
 
 # The functions below convert messages and tools of a request to the form that chat templates take.
@@ -395,12 +397,12 @@ def template_messages(messages: Sequence[bodies.MessageParam]) -> list[dict[str,
 
 def template_variables(body: bodies.ChatBody | bodies.TokenizeBody) -> dict[str, Any]:
     """Return the variables of the chat template, as set by the fields of a request."""
-    given: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     if body.reasoning_effort is not None:
-        given["reasoning_effort"] = body.reasoning_effort
+        variables["reasoning_effort"] = body.reasoning_effort
     if body.reasoning_effort == "none":
-        given["enable_thinking"] = False
-    return {**given, **(body.chat_template_kwargs or {})}
+        variables["enable_thinking"] = False
+    return {**variables, **(body.chat_template_kwargs or {})}
 
 
 def num_chars(messages: Sequence[bodies.MessageParam]) -> int:
@@ -442,8 +444,8 @@ def _content(message: bodies.MessageParam) -> str | list[dict[str, Any]] | None:
 def _template_call(call: bodies.ToolCallParam) -> dict[str, Any]:
     """Convert a tool call to a dict, without additional fields that clients send."""
     function = {"name": call.function.name, "arguments": call.function.arguments}
-    given = {} if call.id is None else {"id": call.id}
-    return {**given, "type": call.type or "function", "function": function}
+    fields = {} if call.id is None else {"id": call.id}
+    return {**fields, "type": call.type or "function", "function": function}
 
 
 def template_tools(tools: Sequence[bodies.ToolParam], tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -454,8 +456,8 @@ def template_tools(tools: Sequence[bodies.ToolParam], tokenizer: Tokenizer) -> l
         supported.
     """
     if tools and tokenizer.tool_format is None:
-        shows = tokenizer.tool_support.shows_tools
-        reason = "tool format is not supported" if shows else "chat template has no tools"
+        shows_tools = tokenizer.tool_support.shows_tools
+        reason = "tool format is not supported" if shows_tools else "chat template has no tools"
         rule = f"must be null or empty, because the model's {reason}"
         raise ApiError(400, f"tools {rule}.", param="tools")
     return [tool.model_dump(exclude_none=True, include={"type", "function"}) for tool in tools]

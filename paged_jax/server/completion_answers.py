@@ -49,8 +49,8 @@ class GenerateAnswer(Answer):
 
     def params(self) -> dict[str, Any]:
         """Return the sampling parameters, with `logprobs` and `prompt_logprobs`."""
-        asked = {name: getattr(self.body, name) for name in ("logprobs", "prompt_logprobs")}
-        return super().params() | {k: v for k, v in asked.items() if v is not None}
+        counts = {name: getattr(self.body, name) for name in ("logprobs", "prompt_logprobs")}
+        return super().params() | {k: v for k, v in counts.items() if v is not None}
 
     def response_body(self, outputs: Sequence[RequestOutput]) -> JsonDict:
         """Return the JSON of the response, given the finished output."""
@@ -75,8 +75,8 @@ class GenerateAnswer(Answer):
         return to_json_dict(
             schemas.GenerateResponse,
             request_id=self.id,
-            text=[each.text for each in deltas],
-            outputs=[_generated_sample(each) for each in deltas],
+            text=[delta.text for delta in deltas],
+            outputs=[_generated_sample(delta) for delta in deltas],
             finished=output.finished,
             **end,
         )
@@ -155,8 +155,8 @@ class CompletionAnswer(OpenAiAnswer):
         if self.body.logprobs is not None:
             params["logprobs"] = self.body.logprobs
             if self.body.echo:
-                most = max(self.body.logprobs, self.body.prompt_logprobs or 0)
-                params["prompt_logprobs"] = most
+                num_logprobs = max(self.body.logprobs, self.body.prompt_logprobs or 0)
+                params["prompt_logprobs"] = num_logprobs
         return params
 
     def response_body(self, outputs: Sequence[RequestOutput]) -> JsonDict:
@@ -175,8 +175,10 @@ class CompletionAnswer(OpenAiAnswer):
     ) -> list[JsonDict]:
         """Return an event for each sample that has new tokens or has finished."""
         return [
-            self.event([self._choice(prompt, output, each)], usage=self.usage_so_far(output, each))
-            for each in deltas
+            self.event(
+                [self._choice(prompt, output, delta)], usage=self.usage_so_far(output, delta)
+            )
+            for delta in deltas
         ]
 
     def _choice(self, prompt: int, output: RequestOutput, delta: SampleDelta) -> JsonDict:
@@ -209,9 +211,12 @@ class CompletionAnswer(OpenAiAnswer):
         texts = self._texts[key]
         if self.body.echo and is_first:
             ids = output.prompt_token_ids
-            asked, count = output.prompt_logprobs or [None] * len(ids), self.body.logprobs or 0
-            rows = zip(self._prompt_texts(key[0], output), ids, asked, strict=True)
-            rows = ((text, each, keep_top(each, row, count)) for text, each, row in rows)
+            prompt_logprobs = output.prompt_logprobs or [None] * len(ids)
+            count = self.body.logprobs or 0
+            rows = zip(self._prompt_texts(key[0], output), ids, prompt_logprobs, strict=True)
+            rows = (
+                (text, prompt_id, keep_top(prompt_id, row, count)) for text, prompt_id, row in rows
+            )
             offset = self._add_tokens(logprobs, rows, offset)
         # An event may have less text than its tokens: text that may turn out to be the beginning of
         # a stop string is held back.
@@ -223,14 +228,16 @@ class CompletionAnswer(OpenAiAnswer):
         return logprobs
 
     def _prompt_text(self, prompt: int, output: RequestOutput) -> str:
-        given = self.prompts()[prompt]
-        return given if isinstance(given, str) else "".join(self._prompt_texts(prompt, output))
+        prompt_input = self.prompts()[prompt]
+        if isinstance(prompt_input, str):
+            return prompt_input
+        return "".join(self._prompt_texts(prompt, output))
 
     def _prompt_texts(self, prompt: int, output: RequestOutput) -> list[str]:
-        given = self.prompts()[prompt]
+        prompt_input = self.prompts()[prompt]
         return prompt_texts(
             self.service.tokenizer,
-            given if isinstance(given, str) else output.prompt_token_ids,
+            prompt_input if isinstance(prompt_input, str) else output.prompt_token_ids,
             add_special_tokens=self.body.add_special_tokens is not False,
             skip_special_tokens=self._skips_special,
         )
@@ -263,8 +270,10 @@ class CompletionAnswer(OpenAiAnswer):
                 logprob = finite(candidates[token_id].logprob)
                 # Several candidates may have the same text, for example tokens for single bytes.
                 # Put the generated token last, so that the dict keeps its log-probability.
-                others = (c for each, c in candidates.items() if each != token_id)
-                top = {c.decoded_token: finite(c.logprob) for c in others} | {token: logprob}
+                alternatives = (
+                    c for candidate_id, c in candidates.items() if candidate_id != token_id
+                )
+                top = {c.decoded_token: finite(c.logprob) for c in alternatives} | {token: logprob}
             logprobs["tokens"].append(token)
             logprobs["token_logprobs"].append(logprob)
             logprobs["top_logprobs"].append(top)

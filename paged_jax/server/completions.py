@@ -93,7 +93,7 @@ async def _stream(answer: Answer, receive: Receive, send: Send) -> None:
     its own HTTP status, however long the checks take. A later error is sent as the last event of
     the stream.
     """
-    sender, ending = _EventSender(answer, send), b""
+    sender, last_chunk = _EventSender(answer, send), b""
     try:
         async with answer.service.while_connected(receive), sender:
             await _send_events(answer, sender)
@@ -105,8 +105,8 @@ async def _stream(answer: Answer, receive: Receive, send: Send) -> None:
         if not sender.is_started:
             raise
         answer.record.note_error(error.code, str(error))
-        ending = answer.failure(error)
-    await send(_body(ending, is_last=True))
+        last_chunk = answer.failure(error)
+    await send(_body(last_chunk, is_last=True))
 
 
 class _EventSender:

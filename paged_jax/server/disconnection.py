@@ -19,13 +19,13 @@ class CancelOnDisconnect:
 
     Args:
       receive: the ASGI `receive` function of a request with a body that has been read.
-      others: a set of the context managers that are active. This object is a member of the set
+      active: a set of the context managers that are active. This object is a member of the set
         while it is active.
     """
 
-    def __init__(self, receive: Receive, others: "set[CancelOnDisconnect]"):
+    def __init__(self, receive: Receive, active: "set[CancelOnDisconnect]"):
         self._receive = receive
-        self._others = others
+        self._active = active
         self._reason: Exception | None = None
 
     async def __aenter__(self) -> None:
@@ -33,7 +33,7 @@ class CancelOnDisconnect:
         assert task is not None
         self._task, self._num_cancels = task, task.cancelling()
         self._watcher = asyncio.create_task(self._watch())
-        self._others.add(self)
+        self._active.add(self)
 
     async def __aexit__(
         self,
@@ -41,7 +41,7 @@ class CancelOnDisconnect:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._others.discard(self)
+        self._active.discard(self)
         self._watcher.cancel()
         # If the task was also cancelled from outside, it must stay cancelled.
         if self._reason is not None and self._task.uncancel() <= self._num_cancels:

@@ -31,18 +31,18 @@ def check_request(answer: Answer) -> None:
     """
     body, limits = answer.body, answer.service.limits
     answer.service.check_model(getattr(body, "model", None))
-    limits.check("max_prompts", answer.num_prompts, "prompt", what="the number of prompts")
-    given = "n" if answer.num_samples == (body.n or 1) else "best_of"
-    limits.check("max_n", answer.num_samples, given)
+    limits.check("max_prompts", answer.num_prompts, "prompt", description="the number of prompts")
+    param = "n" if answer.num_samples == (body.n or 1) else "best_of"
+    limits.check("max_n", answer.num_samples, param)
     field, stop = answer.stop
-    limits.check("max_stop", len(stop), field, what="the number of stop strings")
-    longest = max(map(len, stop), default=0)
-    limits.check("max_stop_chars", longest, field, what="the length of a stop string")
+    limits.check("max_stop", len(stop), field, description="the number of stop strings")
+    max_chars = max(map(len, stop), default=0)
+    limits.check("max_stop_chars", max_chars, field, description="the length of a stop string")
     num_chars, per_token = answer.num_chars, answer.service.max_token_chars
     is_truncated = getattr(body, "truncate_prompt_tokens", None) is not None
     if num_chars > answer.max_prompt_tokens * per_token and not is_truncated:
-        least = math.ceil(num_chars / per_token)
-        raise _too_long(answer, f"{num_chars} characters, which are {least} tokens or more")
+        min_tokens = math.ceil(num_chars / per_token)
+        raise _too_long(answer, f"{num_chars} characters, which are {min_tokens} tokens or more")
     if answer.uses_beam_search:
         check_beam_search(answer)
 
@@ -65,8 +65,8 @@ def _make_job(answer: Answer) -> Job:
         params = _sampling_params(answer)
         token_ids = [_tokenize(answer, prompt) for prompt in answer.prompts()]
         if answer.clamps_max_tokens and params.max_tokens is not None:
-            room = max(1, service.max_length - max(map(len, token_ids)))
-            params = dataclasses.replace(params, max_tokens=min(params.max_tokens, room))
+            max_tokens = max(1, service.max_length - max(map(len, token_ids)))
+            params = dataclasses.replace(params, max_tokens=min(params.max_tokens, max_tokens))
         params = _limit_tokens(service, params, token_ids)
         constraint = params.structured_outputs
         # Compile the grammar here, because this function runs in a separate thread. In the engine's
@@ -86,9 +86,9 @@ def _make_job(answer: Answer) -> Job:
         options["priority"] = body.priority
     if body.timeout is not None:
         options["timeout"] = body.timeout
-    salt, own = answer.client.salt, body.cache_salt or ""
+    salt, cache_salt = answer.client.salt, body.cache_salt or ""
     # The colon separates the two salts, so that different pairs cannot give the same text.
-    return Job(token_ids, params, f"{salt}:{own}" if salt else own, options, grammar)
+    return Job(token_ids, params, f"{salt}:{cache_salt}" if salt else cache_salt, options, grammar)
 
 
 def _compile(answer: Answer, constraint: StructuredOutputsParams) -> Grammar:
@@ -98,14 +98,14 @@ def _compile(answer: Answer, constraint: StructuredOutputsParams) -> Grammar:
         raise ArgumentError(error.function, error.problem, answer.constraint_field) from None
 
 
-def _too_long(answer: Answer, found: str) -> ApiError:
-    context, most = answer.service.max_model_len, answer.max_prompt_tokens
-    room = ", to leave room for an answer" if most < context else ""
+def _too_long(answer: Answer, size: str) -> ApiError:
+    context, max_tokens = answer.service.max_model_len, answer.max_prompt_tokens
+    reason = ", to leave room for an answer" if max_tokens < context else ""
     return ApiError(
         400,
         # The first sentence is OpenAI's, because some clients recognise this error by it.
         f"This model's maximum context length is {context} tokens. The prompt must have at most "
-        f"{most}{room}, got {found}.",
+        f"{max_tokens}{reason}, got {size}.",
         param=answer.prompt_field,
         code="context_length_exceeded",
     )
@@ -132,26 +132,28 @@ def _limit_tokens(
     the largest value within the limit.
     """
     limits = service.limits
-    room = [max(1, service.max_length - len(prompt)) for prompt in prompts]
+    token_limits = [max(1, service.max_length - len(prompt)) for prompt in prompts]
     per_token = params.n * _num_logprobs(params.logprobs)
     count = params.n * _num_logprobs(params.prompt_logprobs) * sum(map(len, prompts))
     if per_token:
-        most = params.max_tokens
-        if most is None:
-            most = max(1, min(*room, (limits.max_answer_logprobs - count) // per_token))
-            params = dataclasses.replace(params, max_tokens=most)
-        count += per_token * sum(min(most, each) for each in room)
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            max_tokens = max(
+                1, min(*token_limits, (limits.max_answer_logprobs - count) // per_token)
+            )
+            params = dataclasses.replace(params, max_tokens=max_tokens)
+        count += per_token * sum(min(max_tokens, token_limit) for token_limit in token_limits)
     product = "the number of log-probabilities (n * tokens * log-probabilities per token)"
-    limits.check("max_answer_logprobs", count, None, what=product)
+    limits.check("max_answer_logprobs", count, None, description=product)
     return params
 
 
-def _num_logprobs(asked: int | None) -> int:
+def _num_logprobs(count: int | None) -> int:
     """Return the number of log-probabilities per token for a value of `logprobs`; 0 for None.
 
-    It is ``asked + 1``: the `asked` most probable tokens, and the chosen token.
+    It is ``count + 1``: the `count` most probable tokens, and the chosen token.
     """
-    return 0 if asked is None else asked + 1
+    return 0 if count is None else count + 1
 
 
 def _tokenize(answer: Answer, prompt: str | list[int]) -> list[int]:
@@ -159,20 +161,20 @@ def _tokenize(answer: Answer, prompt: str | list[int]) -> list[int]:
     if isinstance(prompt, str):
         if service.tokenizer is None:
             raise ApiError(400, "The model has no tokenizer. Send token ids instead of text.")
-        adds = answer.body.add_special_tokens is not False
-        prompt = service.tokenizer.encode(prompt, add_special_tokens=adds)
-    most = getattr(answer.body, "truncate_prompt_tokens", None)
-    if most is not None:
-        if most == -1:
-            room = service.max_length - (answer.max_tokens or 0)
-            most = max(1, min(answer.max_prompt_tokens, room))
-        prompt = prompt[max(0, len(prompt) - most) :]
+        add_special_tokens = answer.body.add_special_tokens is not False
+        prompt = service.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    max_tokens = getattr(answer.body, "truncate_prompt_tokens", None)
+    if max_tokens is not None:
+        if max_tokens == -1:
+            num_free = service.max_length - (answer.max_tokens or 0)
+            max_tokens = max(1, min(answer.max_prompt_tokens, num_free))
+        prompt = prompt[max(0, len(prompt) - max_tokens) :]
     limits, last = service.limits, service.vocab_size - 1
-    if (most := max(prompt, default=0)) > last:
+    if (max_id := max(prompt, default=0)) > last:
         name = answer.prompt_field
-        raise ApiError(400, f"{name} must hold token ids in 0..{last}, got {most}.", param=name)
-    what = "the number of prompt tokens"
-    limits.check("max_prompt_tokens", len(prompt), answer.prompt_field, what=what)
+        raise ApiError(400, f"{name} must hold token ids in 0..{last}, got {max_id}.", param=name)
+    description = "the number of prompt tokens"
+    limits.check("max_prompt_tokens", len(prompt), answer.prompt_field, description=description)
     if len(prompt) > answer.max_prompt_tokens:
         raise _too_long(answer, str(len(prompt)))
     return prompt

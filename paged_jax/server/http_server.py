@@ -100,8 +100,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to listen on the sockets, and log their addresses."""
         await super().startup(sockets)
-        for each in sockets or []:
-            _logger.info("listening on %s, not ready yet", url_of(each))
+        for sock in sockets or []:
+            _logger.info("listening on %s, not ready yet", url_of(sock))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait until all connections have ended. Close them as soon as the service has stopped."""
@@ -164,9 +164,11 @@ class Connection(H11Protocol):
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
-        most, now = self._limits.max_connections, len(self.connections) - 1
-        if now >= most and not self._close_an_idle_connection():
-            self._reject(too_many("connections", limit="max_connections", most=most, now=now))
+        max_connections, now = self._limits.max_connections, len(self.connections) - 1
+        if now >= max_connections and not self._close_an_idle_connection():
+            self._reject(
+                too_many("connections", limit="max_connections", maximum=max_connections, now=now)
+            )
 
     def data_received(self, data: bytes) -> None:
         """Parse data from the client. Ignore it if no response will follow."""
@@ -194,10 +196,10 @@ class Connection(H11Protocol):
           msg: uvicorn's error message.
         """
         if self.conn.is_too_long:
-            most = self._limits.max_header_bytes
+            max_bytes = self._limits.max_header_bytes
             error = ApiError(
                 431,
-                f"The headers must be at most {most} bytes (max_header_bytes).",
+                f"The headers must be at most {max_bytes} bytes (max_header_bytes).",
                 code="max_header_bytes_exceeded",
             )
         else:
@@ -231,11 +233,11 @@ class Connection(H11Protocol):
         Otherwise, a client with many open connections could lock out other clients, such as the
         probes of a cluster.
         """
-        others = (each for each in self.connections if each is not self)
-        idle = [each for each in others if isinstance(each, Connection) and each._is_idle]
+        peers = (peer for peer in self.connections if peer is not self)
+        idle = [peer for peer in peers if isinstance(peer, Connection) and peer._is_idle]
         if not idle:
             return False
-        min(idle, key=lambda each: each._last_use).transport.close()
+        min(idle, key=lambda connection: connection._last_use).transport.close()
         return True
 
     @property

@@ -115,13 +115,13 @@ async def _merge(streams: list[AsyncGenerator[T]]) -> AsyncGenerator[T]:
 
     tasks = [asyncio.create_task(forward(stream)) for stream in streams]
     try:
-        num_left = len(tasks)
-        while num_left:
+        num_active = len(tasks)
+        while num_active:
             item = await queue.get()
             if isinstance(item, Exception):
                 raise item
             if item is None:
-                num_left -= 1
+                num_active -= 1
             else:
                 yield item
     finally:

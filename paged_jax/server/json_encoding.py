@@ -56,10 +56,10 @@ def to_json_dict(model: type[BaseModel], /, **fields: Any) -> JsonDict:
       {'index': 0, 'finish_reason': None}
     """
     defaults, optional = _defaults(model)
-    given = {k: value for k, value in fields.items() if value is not None or k not in optional}
+    values = {k: value for k, value in fields.items() if value is not None or k not in optional}
     for name, value in defaults.items():
-        given.setdefault(name, value)
-    return given
+        values.setdefault(name, value)
+    return values
 
 
 @functools.cache

@@ -109,7 +109,7 @@ class Limits:
         value: int | None,
         param: str | None,
         *,
-        what: str | None = None,
+        description: str | None = None,
         status: int = 400,
     ) -> None:
         """Raise an `ApiError` that names the limit if `value` exceeds it.
@@ -118,15 +118,15 @@ class Limits:
           name: name of the limit, which is a field of this class.
           value: the requested amount; None never exceeds a limit.
           param: name of the request's field with the value; None if there is no single field.
-          what: words for the value in the error message, such as "the number of prompts"; by
+          description: words for the value in the error message, such as "the number of prompts"; by
             default `param`.
           status: HTTP status of the error.
         """
-        most = getattr(self, name)
-        if value is not None and value > most:
+        limit = getattr(self, name)
+        if value is not None and value > limit:
             raise ApiError(
                 status,
-                f"{what or param} must be at most {most} ({name}), got {value}.",
+                f"{description or param} must be at most {limit} ({name}), got {value}.",
                 param=param,
                 code=f"{name}_exceeded",
             )

@@ -310,7 +310,7 @@ class _EngineCollector(Collector):
             counter,
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens that the model accepted, by their position in the draft.",
-            {(str(place),): count for place, count in enumerate(now.stats.num_accepted_at)},
+            {(str(position),): count for position, count in enumerate(now.stats.num_accepted_at)},
             ("position",),
         )
         yield self._metric(
@@ -330,8 +330,8 @@ class _EngineCollector(Collector):
         labels: Sequence[str] = (),
     ) -> Metric:
         metric = family(name, text, labels=[*self._labels, *labels])
-        for given, value in values.items():
-            metric.add_metric([*self._labels.values(), *given], value)
+        for label_values, value in values.items():
+            metric.add_metric([*self._labels.values(), *label_values], value)
         return metric
 
 

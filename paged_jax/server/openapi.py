@@ -223,11 +223,11 @@ def document(limits: Limits, root_path: str = "") -> dict[str, Any]:
       limits: limits on requests.
       root_path: path under which a proxy serves this server.
     """
-    described = [each for each in ENDPOINTS if each.name]
+    endpoints = [endpoint for endpoint in ENDPOINTS if endpoint.name]
     _, definitions = models_json_schema(
         [
-            *((each.body, "validation") for each in described if each.body),
-            *((each.response, "serialization") for each in described if each.response),
+            *((endpoint.body, "validation") for endpoint in endpoints if endpoint.body),
+            *((endpoint.response, "serialization") for endpoint in endpoints if endpoint.response),
             (schemas.ErrorResponse, "serialization"),
             (schemas.AnthropicError, "serialization"),
         ],
@@ -243,7 +243,9 @@ def document(limits: Limits, root_path: str = "") -> dict[str, Any]:
             + ".",
         },
         **({"servers": [{"url": root_path}]} if root_path else {}),
-        "paths": {each.path: {each.method.lower(): _operation(each)} for each in described},
+        "paths": {
+            endpoint.path: {endpoint.method.lower(): _operation(endpoint)} for endpoint in endpoints
+        },
         "components": {
             "schemas": definitions["$defs"],
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},

@@ -70,8 +70,8 @@ async def receive_body(service: Service, request: Request, body_type: type[B]) -
                 len(content), lambda: body_type.model_validate_json(content)
             )
     except ValidationError as error:
-        given = _fields(content) if len(content) <= _SMALL else {}
-        raise _invalid_body(error, body_type, given) from None
+        fields = _fields(content) if len(content) <= _SMALL else {}
+        raise _invalid_body(error, body_type, fields) from None
 
 
 def _fields(content: bytes) -> dict[str, Any]:
@@ -101,13 +101,15 @@ async def _read(service: Service, request: Request) -> bytes:
     limits = service.limits
     declared = request.headers.get("content-length", "")
     parts, size = [], int(declared) if declared.isdecimal() else 0
-    limits.check("max_body_bytes", size, None, what="the size of the body", status=413)
+    limits.check("max_body_bytes", size, None, description="the size of the body", status=413)
     try:
         async with asyncio.timeout(limits.body_timeout):
             size = 0
             async for part in request.stream():
                 size += len(part)
-                limits.check("max_body_bytes", size, None, what="the size of the body", status=413)
+                limits.check(
+                    "max_body_bytes", size, None, description="the size of the body", status=413
+                )
                 parts.append(part)
     except TimeoutError:
         raise ApiError(
@@ -120,14 +122,14 @@ async def _read(service: Service, request: Request) -> bytes:
 
 
 def _invalid_body(
-    error: ValidationError, body_type: type[Body], given: Mapping[str, Any]
+    error: ValidationError, body_type: type[Body], fields: Mapping[str, Any]
 ) -> ApiError:
     """Return the error for an invalid body, which names the first invalid field.
 
     Args:
       error: Pydantic's error.
       body_type: Pydantic model of the body.
-      given: fields of the body. If a field is missing, the message also names the first unknown
+      fields: the fields of the body. If one is missing, the message also names the first unknown
         field, which may be a misspelling of it.
     """
     if error.error_count() > _MAX_MISTAKES:
@@ -139,24 +141,24 @@ def _invalid_body(
     if first["type"] == UNKNOWN_FIELD:
         return _unknown_field(first)
     # Combine the errors of all types of the same field.
-    same = [each for each in errors if each["loc"][:1] == first["loc"][:1]]
-    places = zip(*(filter(_is_place, each["loc"]) for each in same), strict=False)
-    place = [parts[0] for parts in itertools.takewhile(lambda parts: len({*parts}) == 1, places)]
-    param = ".".join(map(str, place)) or None
-    messages = list(dict.fromkeys(each["msg"] for each in same))
-    if len(messages) > 1 and place and place[0] in _UNIONS:
-        message, param = f"{place[0]} must {_UNIONS[place[0]]}.", str(place[0])
+    details = [detail for detail in errors if detail["loc"][:1] == first["loc"][:1]]
+    locations = zip(*(filter(_is_place, detail["loc"]) for detail in details), strict=False)
+    path = [parts[0] for parts in itertools.takewhile(lambda parts: len({*parts}) == 1, locations)]
+    param = ".".join(map(str, path)) or None
+    messages = list(dict.fromkeys(detail["msg"] for detail in details))
+    if len(messages) > 1 and path and path[0] in _UNIONS:
+        message, param = f"{path[0]} must {_UNIONS[path[0]]}.", str(path[0])
     else:
         message = ", or ".join(messages)
-        message = _unsupported(place) or (f"{param}: {message}." if param else f"{message}.")
-        if first["type"] == "missing" and len(place) == 1:
-            message += _other_name(body_type, given)
+        message = _unsupported(path) or (f"{param}: {message}." if param else f"{message}.")
+        if first["type"] == "missing" and len(path) == 1:
+            message += _other_name(body_type, fields)
     return ApiError(400, message, param=param, code=first["type"])
 
 
-def _other_name(body_type: type[Body], given: Mapping[str, Any]) -> str:
+def _other_name(body_type: type[Body], fields: Mapping[str, Any]) -> str:
     """Return a sentence about the first unknown field of a body; "" if there is none."""
-    for unknown, value in given.items():
+    for unknown, value in fields.items():
         if unknown not in body_type.model_fields and not body_type.ignores(unknown, value):
             break
     else:
@@ -167,18 +169,18 @@ def _other_name(body_type: type[Body], given: Mapping[str, Any]) -> str:
 
 def _unknown_field(error: ErrorDetails) -> ApiError:
     facts = error.get("ctx", {})
-    place = ".".join(map(str, filter(_is_place, (*error["loc"], facts["name"]))))
-    return ApiError(400, facts["rule"], param=place, code=UNKNOWN_FIELD)
+    path = ".".join(map(str, filter(_is_place, (*error["loc"], facts["name"]))))
+    return ApiError(400, facts["rule"], param=path, code=UNKNOWN_FIELD)
 
 
-def _unsupported(place: list[int | str]) -> str | None:
+def _unsupported(path: list[int | str]) -> str | None:
     """Return the error message of the first unsupported field in a path; None if there is none.
 
-    `place` is the path of an invalid value in the body: names of fields, and indices in lists.
+    `path` is the path of an invalid value in the body: names of fields, and indices in lists.
     """
-    for index, part in enumerate(place):
+    for index, part in enumerate(path):
         if part in _UNSUPPORTED:
-            return f"{'.'.join(map(str, place[: index + 1]))} must {_UNSUPPORTED[part]}."
+            return f"{'.'.join(map(str, path[: index + 1]))} must {_UNSUPPORTED[part]}."
     return None
 
 

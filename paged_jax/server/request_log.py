@@ -94,11 +94,11 @@ class RequestRecord:
     @classmethod
     def of(cls, scope: Scope) -> "RequestRecord":
         """Make the record of a request that has just arrived, from its ASGI scope."""
-        given = Headers(scope=scope).get("x-request-id", "")
-        is_given = _ID.fullmatch(given) is not None
+        header = Headers(scope=scope).get("x-request-id", "")
+        is_given = _ID.fullmatch(header) is not None
         method = scope["method"] if scope["method"] in _METHODS else "other"
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        name = given if is_given else f"{_RANDOM.getrandbits(64):016x}"
+        name = header if is_given else f"{_RANDOM.getrandbits(64):016x}"
         return cls(name, is_given, method, path)
 
     def size(self, num_chars: int) -> int:
@@ -130,7 +130,11 @@ class RequestRecord:
             return {}
         times = [output.metrics for output in outputs]
         queued, first = (
-            [end - each.arrival_time for each in times if (end := getattr(each, name)) is not None]
+            [
+                end - timing.arrival_time
+                for timing in times
+                if (end := getattr(timing, name)) is not None
+            ]
             for name in ("first_scheduled_time", "first_token_time")
         )
         return {

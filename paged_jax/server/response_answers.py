@@ -81,7 +81,7 @@ class ResponsesAnswer(BlockAnswer):
         """Return the JSON of the response, given the finished output."""
         [output] = outputs
         [delta] = whole_samples(output)
-        self._changes(delta, is_whole=True)
+        self._changes(delta, is_complete=True)
         return self._response(output)
 
     # Stream
@@ -135,26 +135,26 @@ class ResponsesAnswer(BlockAnswer):
 
     def _events_of(self, change: BlockChange, logprobs: list[JsonDict]) -> list[JsonDict]:
         block = change.block
-        place: JsonDict = {"item_id": self._item_id(block), "output_index": block.index}
+        location: JsonDict = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind != "call":
-            place["content_index"] = 0
+            location["content_index"] = 0
         empty = Block(block.index, block.kind, block.name, id=block.id)
-        if change.what == "open":
+        if change.action == "open":
             added = {
                 "type": "response.output_item.added",
                 "output_index": block.index,
                 "item": self._item(empty, status="in_progress"),
             }
-            return [added, *self._part_events(empty, place, "added")]
+            return [added, *self._part_events(empty, location, "added")]
         if self._is_custom(block):
-            return self._custom_events(change, place)
+            return self._custom_events(change, location)
         name = _text_event(block)
-        if change.what == "extend":
+        if change.action == "extend":
             extra = {"logprobs": logprobs} if block.kind == "content" else {}
-            event = {"type": f"{name}.delta", **place, "delta": change.text, **extra}
+            event = {"type": f"{name}.delta", **location, "delta": change.text, **extra}
             return [
                 event,
-                *_summary_events(self._wants_summary, block, place, "delta", delta=change.text),
+                *_summary_events(self._wants_summary, block, location, "delta", delta=change.text),
             ]
         key = "arguments" if block.kind == "call" else "text"
         text = _arguments(block) if block.kind == "call" else block.text
@@ -162,9 +162,9 @@ class ResponsesAnswer(BlockAnswer):
         named = {"name": self._names.split(block.name)["name"]} if block.kind == "call" else {}
         is_missing = block.kind == "call" and not block.text
         return [
-            *([{"type": f"{name}.delta", **place, "delta": text}] if is_missing else ()),
-            {"type": f"{name}.done", **place, key: text, **extra, **named},
-            *self._part_events(block, place, "done"),
+            *([{"type": f"{name}.delta", **location, "delta": text}] if is_missing else ()),
+            {"type": f"{name}.done", **location, key: text, **extra, **named},
+            *self._part_events(block, location, "done"),
             {
                 "type": "response.output_item.done",
                 "output_index": block.index,
@@ -172,33 +172,35 @@ class ResponsesAnswer(BlockAnswer):
             },
         ]
 
-    def _custom_events(self, change: BlockChange, place: JsonDict) -> list[JsonDict]:
+    def _custom_events(self, change: BlockChange, location: JsonDict) -> list[JsonDict]:
         """Return the events for new text or the end of a custom tool's call.
 
         The input is sent at the end: until then, it is an incomplete JSON text.
         """
-        if change.what == "extend":
+        if change.action == "extend":
             return []
         name, text = "response.custom_tool_call_input", custom_input(change.block.text)
         item = {"output_index": change.block.index, "item": self._item(change.block)}
         return [
-            {"type": f"{name}.delta", **place, "delta": text},
-            {"type": f"{name}.done", **place, "input": text},
+            {"type": f"{name}.delta", **location, "delta": text},
+            {"type": f"{name}.done", **location, "input": text},
             {"type": "response.output_item.done", **item},
         ]
 
-    def _part_events(self, block: Block, place: JsonDict, what: str) -> list[JsonDict]:
+    def _part_events(self, block: Block, location: JsonDict, action: str) -> list[JsonDict]:
         """Return the events for the start or end of a block's content part; [] for tool calls.
 
-        `place` has the fields that identify the part, and `what` is ``"added"`` or ``"done"``.
+        `location` has the fields that identify the part, and `action` is ``"added"`` or ``"done"``.
         """
         if block.kind == "call":
             return []
-        events = [{"type": f"response.content_part.{what}", **place, "part": self._part(block)}]
-        if what == "done":
-            events += _summary_events(self._wants_summary, block, place, "done", text=block.text)
+        events = [
+            {"type": f"response.content_part.{action}", **location, "part": self._part(block)}
+        ]
+        if action == "done":
+            events += _summary_events(self._wants_summary, block, location, "done", text=block.text)
         part = {"type": "summary_text", "text": block.text}
-        return events + _summary_events(self._wants_summary, block, place, what, part=part)
+        return events + _summary_events(self._wants_summary, block, location, action, part=part)
 
     # Objects
 
@@ -222,8 +224,8 @@ class ResponsesAnswer(BlockAnswer):
         item: JsonDict = {"id": self._item_id(block), "status": status}
         content = [self._part(block)] if block.text and block.kind != "call" else []
         if block.kind == "reasoning":
-            shown = [{"type": "summary_text", "text": block.text}]
-            summary = shown if block.text and self._wants_summary else []
+            summary_parts = [{"type": "summary_text", "text": block.text}]
+            summary = summary_parts if block.text and self._wants_summary else []
             return {"type": "reasoning", **item, "summary": summary, "content": content}
         if block.kind == "content":
             return {"type": "message", **item, "role": "assistant", "content": content}
@@ -253,11 +255,11 @@ class ResponsesAnswer(BlockAnswer):
                 details = {"reason": sample.stop_reason or sample.finish_reason}
             counts = _usage(output, self.chat.num_reasoning_tokens(sample))
             items = [self._item(block) for block in self.tracker.blocks]
-        explained: JsonDict = {}
+        explanations: JsonDict = {}
         if output is not None and self.body.explain:
-            explained["explanations"] = [explanation(output)]
+            explanations["explanations"] = [explanation(output)]
         return {
-            **explained,
+            **explanations,
             "id": self.id,
             "object": "response",
             "created_at": self.created,
@@ -272,7 +274,7 @@ class ResponsesAnswer(BlockAnswer):
         }
 
     def _changes(
-        self, delta: SampleDelta, *, is_whole: bool = False
+        self, delta: SampleDelta, *, is_complete: bool = False
     ) -> list[tuple[BlockChange, list[JsonDict]]]:
         """Add new text to the blocks. Return the changes of blocks, with log-probabilities.
 
@@ -281,9 +283,9 @@ class ResponsesAnswer(BlockAnswer):
 
         Args:
           delta: the new text and tokens of the sample.
-          is_whole: whether `delta` has the whole sample, because the response is not a stream.
+          is_complete: whether `delta` has the whole sample, because the response is not a stream.
         """
-        parts = self.chat.parts(delta, is_whole=is_whole)
+        parts = self.chat.parts(delta, is_complete=is_complete)
         has_logprobs = delta.logprobs is not None
         tokens = self.chat.content_tokens(delta, parts) if has_logprobs else [[]] * len(parts)
         changes: list[tuple[BlockChange, list[JsonDict]]] = []
@@ -291,15 +293,15 @@ class ResponsesAnswer(BlockAnswer):
             if indices:
                 tokenizer, count = self.service.tokenizer, self.body.top_logprobs or 0
                 assert tokenizer is not None
-                found = chat_logprobs(tokenizer, delta.sample, indices, count)
-                self._next_logprobs += [dict(each) for each in found]
+                new_logprobs = chat_logprobs(tokenizer, delta.sample, indices, count)
+                self._next_logprobs += [dict(logprob) for logprob in new_logprobs]
             for change in self.tracker.push([part]):
-                taken: list[JsonDict] = []
-                if change.what == "extend" and change.block.kind == "content":
-                    taken, self._next_logprobs = self._next_logprobs, []
-                    self._logprobs.setdefault(change.block.index, []).extend(taken)
-                changes.append((change, taken))
-        is_last = is_whole or delta.sample.finish_reason is not None
+                block_logprobs: list[JsonDict] = []
+                if change.action == "extend" and change.block.kind == "content":
+                    block_logprobs, self._next_logprobs = self._next_logprobs, []
+                    self._logprobs.setdefault(change.block.index, []).extend(block_logprobs)
+                changes.append((change, block_logprobs))
+        is_last = is_complete or delta.sample.finish_reason is not None
         if is_last and delta.sample.finish_reason != "stop" and self.tracker.is_open:
             self._cut_block = self.tracker.blocks[-1]
         return [*changes, *((change, []) for change in self.tracker.push([], is_last=is_last))]
@@ -312,7 +314,7 @@ class ResponsesAnswer(BlockAnswer):
 def _echo(body: ResponsesBody) -> JsonDict:
     """Return the body fields that the response repeats, with defaults for missing ones."""
     reasoning = body.reasoning
-    numbers = body.model_dump(include={"temperature", "top_p"})
+    sampling = body.model_dump(include={"temperature", "top_p"})
     format = None if body.text is None else body.text.format
     text: JsonDict = {"format": {"type": "text"}}
     if format is not None and format.type != "text":
@@ -329,12 +331,12 @@ def _echo(body: ResponsesBody) -> JsonDict:
             "summary": None if reasoning is None else reasoning.summary,
         },
         "store": False,
-        "temperature": numbers["temperature"],
+        "temperature": sampling["temperature"],
         "text": text,
         "tool_choice": body.tool_choice or "auto",
         "tools": [tool for tool in body.tools or () if ToolNames([tool]).functions],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": numbers["top_p"],
+        "top_p": sampling["top_p"],
         "truncation": body.truncation or "disabled",
         "user": body.user,
     }
@@ -370,21 +372,21 @@ def _arguments(block: Block) -> str:
 
 
 def _summary_events(
-    is_wanted: bool, block: Block, place: JsonDict, what: str, **fields: Any
+    wants_summary: bool, block: Block, location: JsonDict, action: str, **fields: Any
 ) -> list[JsonDict]:
     """Return a list with the event for the summary of a reasoning block, or [].
 
     The reasoning is not summarised: the summary has the same text as the reasoning.
 
     Args:
-      is_wanted: whether the client requested summaries.
+      wants_summary: whether the client requested summaries.
       block: the block; blocks of other kinds have no summary.
-      place: fields of the event that identify the item.
-      what: last word of the event's type: ``"added"``, ``"delta"`` or ``"done"``.
+      location: fields of the event that identify the item.
+      action: last word of the event's type: ``"added"``, ``"delta"`` or ``"done"``.
       **fields: other fields of the event.
     """
-    if block.kind != "reasoning" or not is_wanted:
+    if block.kind != "reasoning" or not wants_summary:
         return []
-    where = {key: value for key, value in place.items() if key != "content_index"}
+    summary_location = {key: value for key, value in location.items() if key != "content_index"}
     name = "response.reasoning_summary_" + ("part" if "part" in fields else "text")
-    return [{"type": f"{name}.{what}", **where, "summary_index": 0, **fields}]
+    return [{"type": f"{name}.{action}", **summary_location, "summary_index": 0, **fields}]

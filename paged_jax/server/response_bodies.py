@@ -176,13 +176,13 @@ class ToolNames:
             namespace = "" if is_plain else str(tool.get("name"))
             for function in [tool] if is_plain else _inner_tools(tool):
                 name = string_of(function, "name", f"tools.{index}")
-                joined = self.join(namespace, name)
-                self.functions[joined] = function
+                chat_name = self.join(namespace, name)
+                self.functions[chat_name] = function
                 if function.get("type") == "custom":
-                    self.functions[joined] = _as_function(function)
-                    self.customs.add(joined)
+                    self.functions[chat_name] = _as_function(function)
+                    self.customs.add(chat_name)
                 if namespace:
-                    self._parts[joined] = namespace, name
+                    self._parts[chat_name] = namespace, name
 
     @staticmethod
     def join(namespace: str | None, name: str) -> str:
@@ -192,21 +192,21 @@ class ToolNames:
         """
         if not namespace:
             return name
-        joined = _NOT_IN_NAMES.sub("_", namespace.rstrip("_") + "__" + name)
-        if len(joined) <= _MAX_NAME:
-            return joined
+        chat_name = _NOT_IN_NAMES.sub("_", namespace.rstrip("_") + "__" + name)
+        if len(chat_name) <= _MAX_NAME:
+            return chat_name
         digest = hashlib.sha256(f"{namespace}\n{name}".encode()).hexdigest()[:8]
-        return f"{joined[: _MAX_NAME - 9]}_{digest}"
+        return f"{chat_name[: _MAX_NAME - 9]}_{digest}"
 
-    def split(self, joined: str) -> JsonDict:
+    def split(self, chat_name: str) -> JsonDict:
         """Return the JSON fields ``name`` and, if there is one, ``namespace`` of a function.
 
         Args:
-          joined: name of the function in the chat, as returned by `join`.
+          chat_name: name of the function in the chat, as returned by `join`.
         """
-        if joined not in self._parts:
-            return {"name": joined}
-        namespace, name = self._parts[joined]
+        if chat_name not in self._parts:
+            return {"name": chat_name}
+        namespace, name = self._parts[chat_name]
         return {"name": name, "namespace": namespace}
 
     def matching(self, choice: Mapping[str, Any]) -> list[str]:
@@ -220,18 +220,22 @@ class ToolNames:
           ApiError: no function has this name.
         """
         name, namespace = str(choice.get("name")), choice.get("namespace")
-        joined = self.join(namespace, name)
+        chat_name = self.join(namespace, name)
         if choice.get("type") == "namespace":
-            found = [each for each, parts in self._parts.items() if parts[0] == name]
-        elif joined in self.functions:
-            found = [joined]
+            matches = [candidate for candidate, parts in self._parts.items() if parts[0] == name]
+        elif chat_name in self.functions:
+            matches = [chat_name]
         else:
             parts = self._parts.items()
-            found = [each for each, (_, inner) in parts if inner == name and not namespace]
-        if not found:
+            matches = [
+                candidate
+                for candidate, (_, function) in parts
+                if function == name and not namespace
+            ]
+        if not matches:
             rule = f"must name tools of the request, got {name[:100]!r}"
             raise ApiError(400, f"tool_choice {rule}.", param="tool_choice")
-        return found
+        return matches
 
 
 def _inner_tools(tool: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -239,16 +243,16 @@ def _inner_tools(tool: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
     The description of the first function is preceded by the description of the namespace.
     """
-    listed = tool.get("tools") if tool.get("type") == "namespace" else None
-    inner: list[Mapping[str, Any]] = [
-        each
-        for each in (listed if isinstance(listed, list) else ())
-        if isinstance(each, Mapping) and each.get("type") in _CALLABLE
+    entries = tool.get("tools") if tool.get("type") == "namespace" else None
+    functions: list[Mapping[str, Any]] = [
+        entry
+        for entry in (entries if isinstance(entries, list) else ())
+        if isinstance(entry, Mapping) and entry.get("type") in _CALLABLE
     ]
-    if inner:
-        texts = filter(None, (tool.get("description"), inner[0].get("description")))
-        inner[0] = {**inner[0], "description": "\n".join(map(str, texts)) or None}
-    return inner
+    if functions:
+        texts = filter(None, (tool.get("description"), functions[0].get("description")))
+        functions[0] = {**functions[0], "description": "\n".join(map(str, texts)) or None}
+    return functions
 
 
 def _as_function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -327,8 +331,8 @@ def validated_chat(
         return bodies.ChatBody.model_validate({**fields, **chat})
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ApiError(400, f"{place}: {first['msg']}.", param=place) from None
+        path = ".".join(map(str, first["loc"]))
+        raise ApiError(400, f"{path}: {first['msg']}.", param=path) from None
 
 
 def _messages(body: InputTokensBody) -> Iterator[JsonDict]:
@@ -341,60 +345,60 @@ def _messages(body: InputTokensBody) -> Iterator[JsonDict]:
         return
     turn: JsonDict = {}
     for index, item in enumerate(body.input):
-        place = f"input.{index}"
+        path = f"input.{index}"
         kind = item.get("type") or ("message" if "role" in item else "")
         role = item.get("role")
         if kind == "message" and role != "assistant":
             if turn:
                 yield turn
             turn = {}
-            content = _text(item.get("content"), f"{place}.content")
-            yield {"role": string_of(item, "role", place), "content": content}
+            content = _text(item.get("content"), f"{path}.content")
+            yield {"role": string_of(item, "role", path), "content": content}
         elif kind in ("function_call_output", "custom_tool_call_output"):
             if turn:
                 yield turn
             turn = {}
-            output = result_text(item.get("output"), f"{place}.output")
+            output = result_text(item.get("output"), f"{path}.output")
             yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
         else:
-            _add_to_turn(turn, kind, item, place)
+            _add_to_turn(turn, kind, item, path)
     if turn:
         yield turn
 
 
-def _add_to_turn(turn: JsonDict, kind: str, item: JsonDict, place: str) -> None:
+def _add_to_turn(turn: JsonDict, kind: str, item: JsonDict, path: str) -> None:
     """Add an item to the assistant's message `turn`. Items of unknown types are skipped.
 
     Args:
       turn: the message so far, which is changed; {} before the first item.
       kind: type of the item.
       item: the item.
-      place: path of the item in the body, for error messages.
+      path: path of the item in the body, for error messages.
 
     Raises:
       ApiError: the item refers to a stored item, or is invalid.
     """
     added: JsonDict = {}
     if kind == "message":
-        added["content"] = _text(item.get("content"), f"{place}.content")
+        added["content"] = _text(item.get("content"), f"{path}.content")
     elif kind == "reasoning":
-        thoughts = _text(item.get("content") or item.get("summary") or [], place)
+        thoughts = _text(item.get("content") or item.get("summary") or [], path)
         if thoughts:
             added["reasoning_content"] = thoughts
     elif kind in ("function_call", "custom_tool_call"):
-        name = ToolNames.join(item.get("namespace"), string_of(item, "name", place))
+        name = ToolNames.join(item.get("namespace"), string_of(item, "name", path))
         arguments = item.get("arguments")
         if kind == "custom_tool_call":
-            arguments = {_INPUT: string_of(item, "input", place)}
+            arguments = {_INPUT: string_of(item, "input", path)}
         function = {"name": name, "arguments": arguments}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         added["tool_calls"] = [*turn.get("tool_calls", ()), call]
     elif kind == "item_reference" and not str(item.get("id")).startswith("rs_"):
         raise ApiError(
             400,
-            f"{place} must be a complete item, because this server stores no items to refer to. "
+            f"{path} must be a complete item, because this server stores no items to refer to. "
             "Send store: false, so that clients send complete items.",
-            param=place,
+            param=path,
         )
     if not added:
         return
@@ -404,12 +408,12 @@ def _add_to_turn(turn: JsonDict, kind: str, item: JsonDict, place: str) -> None:
     turn |= {"role": "assistant", "content": turn.get("content", ""), **added}
 
 
-def _text(content: Any, place: str) -> str:
+def _text(content: Any, path: str) -> str:
     """Return the text of a content, which is a text or a list of parts.
 
     Args:
       content: the content; None is an empty text.
-      place: path of the content in the body, for error messages.
+      path: path of the content in the body, for error messages.
 
     Raises:
       ApiError: a part is not text.
@@ -417,10 +421,10 @@ def _text(content: Any, place: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise ApiError(400, f"{place} must be a text or a list of parts.", param=place)
+        raise ApiError(400, f"{path} must be a text or a list of parts.", param=path)
     texts = []
     for index, part in enumerate(content):
-        param = f"{place}.{index}"
+        param = f"{path}.{index}"
         kind = kind_of(part, param)
         if kind == "refusal":
             texts.append(string_of(part, "refusal", param))
@@ -429,47 +433,47 @@ def _text(content: Any, place: str) -> str:
     return "".join(texts)
 
 
-def result_text(content: Any, place: str) -> str:
+def result_text(content: Any, path: str) -> str:
     """Return the text of a tool's result; lines replace its images, see `bodies.as_text_parts`.
 
     The arguments and errors are those of `_text`.
     """
-    return _text(bodies.as_text_parts(content) if isinstance(content, list) else content, place)
+    return _text(bodies.as_text_parts(content) if isinstance(content, list) else content, path)
 
 
-def kind_of(part: Any, place: str) -> Any:
+def kind_of(part: Any, path: str) -> Any:
     """Return the type of a content part, or of a block in Anthropic's API.
 
     Args:
       part: the part.
-      place: path of the part in the body, for error messages.
+      path: path of the part in the body, for error messages.
 
     Raises:
       ApiError: the part is not an object, or is an image, a file, audio or a search result.
     """
     if not isinstance(part, Mapping):
-        raise ApiError(400, f"{place} must be an object with a type.", param=place)
+        raise ApiError(400, f"{path} must be an object with a type.", param=path)
     kind = part.get("type")
     if kind in _MEDIA:
         rule = f"must be text, got {kind}: this model reads only text"
-        raise ApiError(400, f"{place} {rule}.", param=place)
+        raise ApiError(400, f"{path} {rule}.", param=path)
     return kind
 
 
-def string_of(part: Mapping[str, Any], name: str, place: str) -> str:
+def string_of(part: Mapping[str, Any], name: str, path: str) -> str:
     """Return the value of a field that must be a string.
 
     Args:
       part: the object with the field.
       name: name of the field.
-      place: path of the object in the body, for error messages.
+      path: path of the object in the body, for error messages.
 
     Raises:
       ApiError: the field is missing, or is not a string.
     """
     text = part.get(name)
     if not isinstance(text, str):
-        raise ApiError(400, f"{place}.{name} must be a text.", param=f"{place}.{name}")
+        raise ApiError(400, f"{path}.{name} must be a text.", param=f"{path}.{name}")
     return text
 
 
@@ -487,21 +491,24 @@ def with_system_text(
       tokenizer: the tokenizer with the chat template; None if the model has none.
     """
     num_leading = next(
-        (index for index, each in enumerate(messages) if each["role"] not in _SYSTEM),
+        (index for index, message in enumerate(messages) if message["role"] not in _SYSTEM),
         len(messages),
     )
-    texts = [instructions or "", *(each["content"] for each in messages[:num_leading])]
+    texts = [instructions or "", *(message["content"] for message in messages[:num_leading])]
     system = "\n\n".join(filter(None, texts))
-    rest = list(messages[num_leading:])
+    tail = list(messages[num_leading:])
     head = [{"role": "system", "content": system}] if system else []
-    if tokenizer is None or not any(each["role"] in _SYSTEM for each in rest):
-        return head + rest
+    if tokenizer is None or not any(message["role"] in _SYSTEM for message in tail):
+        return head + tail
     try:
-        chat = bodies.ChatBody.model_validate({"messages": head + rest})
+        chat = bodies.ChatBody.model_validate({"messages": head + tail})
         tokenizer.render_chat(template_messages(chat.messages))
     except (ChatTemplateError, ValueError):
-        rest = [{**each, "role": "user"} if each["role"] in _SYSTEM else each for each in rest]
-    return head + rest
+        tail = [
+            {**message, "role": "user"} if message["role"] in _SYSTEM else message
+            for message in tail
+        ]
+    return head + tail
 
 
 def _tool(name: str, tool: Mapping[str, Any]) -> JsonDict:
@@ -524,8 +531,8 @@ def _tool_choice(choice: str | Mapping[str, Any] | None, names: ToolNames) -> An
     if isinstance(choice, Mapping) and kind in _CALLABLE:
         return _named(names.matching(choice)[0])
     mode = choice.get("mode") if isinstance(choice, Mapping) else None
-    listed = choice.get("tools") if isinstance(choice, Mapping) else None
-    if kind != "allowed_tools" or mode not in ("auto", "required") or not isinstance(listed, list):
+    entries = choice.get("tools") if isinstance(choice, Mapping) else None
+    if kind != "allowed_tools" or mode not in ("auto", "required") or not isinstance(entries, list):
         raise ApiError(
             400,
             'tool_choice must be "none", "auto", "required", {"type": "function" or "custom", '
@@ -536,9 +543,9 @@ def _tool_choice(choice: str | Mapping[str, Any] | None, names: ToolNames) -> An
     # Skip tools of other types, because they are skipped in `tools` too.
     allowed = [
         _named(name)
-        for each in listed
-        if isinstance(each, Mapping) and each.get("type") in (*_CALLABLE, "namespace")
-        for name in names.matching(each)
+        for entry in entries
+        if isinstance(entry, Mapping) and entry.get("type") in (*_CALLABLE, "namespace")
+        for name in names.matching(entry)
     ]
     if not allowed and mode == "auto":
         return "none"

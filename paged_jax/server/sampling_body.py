@@ -122,9 +122,9 @@ class Body(BaseModel):
     def describe_unknown(cls, name: str) -> dict[str, str]:
         """Return a dict with the ``name`` and the error message (``rule``) of an unknown field."""
         name = name[:100]
-        wanted = "structured_outputs" if name.startswith(_OLD_FORMS) else name
-        near = suggest(wanted, cls.model_fields)
-        hint = "" if near is None else f" Did you mean {near}?"
+        option = "structured_outputs" if name.startswith(_OLD_FORMS) else name
+        suggestion = suggest(option, cls.model_fields)
+        hint = "" if suggestion is None else f" Did you mean {suggestion}?"
         rule = f"{name} is not supported here"
         if (values := NEUTRAL_VALUES.get(name)) is not None:
             allowed = " or ".join(map(json.dumps, [None, *values]))
@@ -149,11 +149,11 @@ def _optional(option: Option) -> Any:
     limits: dict[str, Any] = dict(option.bounds.limits)
     field: Any = Field(None, description=f"{option.help[0].upper()}{option.help[1:]}.")
     if option.type is int:
-        whole: Any = Annotated[int, Field(**limits), WHOLE]
-        return whole | None, field
+        integer: Any = Annotated[int, Field(**limits), WHOLE]
+        return integer | None, field
     if option.type is float:
-        real: Any = Annotated[float, Field(**limits)]
-        return real | None, field
+        number: Any = Annotated[float, Field(**limits)]
+        return number | None, field
     assert option.type is bool, f"{option.name} needs a field of SamplingBody"
     return bool | None, field
 
@@ -198,9 +198,9 @@ _DECLARED_FIELDS = (
     "skip_special_tokens", "structured_outputs",
 )  # fmt: skip
 _FIELDS: dict[str, Any] = {
-    each.name: _optional(each)
-    for each in options_of(SamplingParams)
-    if each.name not in _DECLARED_FIELDS
+    option.name: _optional(option)
+    for option in options_of(SamplingParams)
+    if option.name not in _DECLARED_FIELDS
 }
 _SamplingFields = create_model("_SamplingFields", __base__=Body, **_FIELDS)
 

@@ -72,8 +72,8 @@ class Security:
         allowed = self._service.settings.allowed_hosts
         if allowed is None:
             return
-        found = _HOST.fullmatch(host.lower())
-        if found is None or (found["address"] or found["name"]) not in allowed:
+        match = _HOST.fullmatch(host.lower())
+        if match is None or (match["address"] or match["name"]) not in allowed:
             raise ApiError(
                 400,
                 f"The Host header must be one of {', '.join(allowed)} (--allowed-host).",
@@ -82,16 +82,16 @@ class Security:
 
     def _client(self, scope: Scope, headers: Headers) -> Client:
         authorization = headers.get("authorization", "")
-        given = _given_key(authorization)
-        is_admin = self._admin_key is not None and hmac.compare_digest(given, self._admin_key)
+        key = _given_key(authorization)
+        is_admin = self._admin_key is not None and hmac.compare_digest(key, self._admin_key)
         # Anthropic's clients send the key in the header x-api-key. Some clients send both headers.
         # A valid key in one of them is sufficient.
-        other = headers.get("x-api-key", "").encode("latin-1")
-        if other and not is_admin and not self._is_tenant(given):
-            given = other
-        is_tenant = self._is_tenant(given)
+        api_key = headers.get("x-api-key", "").encode("latin-1")
+        if api_key and not is_admin and not self._is_tenant(key):
+            key = api_key
+        is_tenant = self._is_tenant(key)
         address = scope.get("client")
-        salt = hashlib.sha256(b"paged_jax salt " + given).hexdigest() if self._keys else ""
+        salt = hashlib.sha256(b"paged_jax salt " + key).hexdigest() if self._keys else ""
         return Client(
             salt or (address[0] if address else ""),
             salt,
@@ -100,10 +100,10 @@ class Security:
             may_change=is_admin and authorization.strip()[:7].lower() == "bearer ",
         )
 
-    def _is_tenant(self, given: bytes) -> bool:
+    def _is_tenant(self, client_key: bytes) -> bool:
         # Compare with all keys, each in constant time. Otherwise, clients could learn something
         # about the keys from the response time.
-        return any([hmac.compare_digest(given, key) for key in self._keys])
+        return any([hmac.compare_digest(client_key, key) for key in self._keys])
 
 
 def wrong_key() -> ApiError:

@@ -160,9 +160,9 @@ class Service:
         self.created = int(time.time())
         self.is_draining = False
         self._max_samples = engine.max_num_seqs + self.limits.max_queue
-        self._samples = FairQuota("samples", limit="max_queue", most=self._max_samples)
-        most = self.limits.max_streams
-        self._streams = FairQuota("streams", limit="max_streams", most=most)
+        self._samples = FairQuota("samples", limit="max_queue", num_places=self._max_samples)
+        max_streams = self.limits.max_streams
+        self._streams = FairQuota("streams", limit="max_streams", num_places=max_streams)
         self._is_stopping = asyncio.Event()
         self._connected: set[CancelOnDisconnect] = set()
         self._rendering = asyncio.Lock()
@@ -232,31 +232,33 @@ class Service:
 
     # Shutdown. Signal handlers and other threads may call `drain` and `stop`.
 
-    def drain(self, timeout: float, grace: float, then: Callable[[], None]) -> None:
+    def drain(self, timeout: float, grace: float, callback: Callable[[], None]) -> None:
         """Reject new requests from now on, and let the requests in progress finish.
 
         Args:
           timeout: seconds after which unfinished requests end with an error.
-          grace: minimum seconds before `then` is called.
-          then: function that is called in the event loop when all requests have ended.
+          grace: minimum seconds before `callback` is called.
+          callback: function that is called in the event loop when all requests have ended.
         """
         if self._loop is None or self.is_draining:
             return
         self.is_draining = True
-        asyncio.run_coroutine_threadsafe(self._wait_and_call(timeout, grace, then), self._loop)
+        asyncio.run_coroutine_threadsafe(self._wait_and_call(timeout, grace, callback), self._loop)
 
     def _drain_after_failure(self) -> None:
         """Wait until all clients have received the error, and call `on_failure`."""
         self.drain(_LAST_ERRORS, 0.0, lambda: self.on_failure())
 
-    async def _wait_and_call(self, timeout: float, grace: float, then: Callable[[], None]) -> None:
+    async def _wait_and_call(
+        self, timeout: float, grace: float, callback: Callable[[], None]
+    ) -> None:
         loop = asyncio.get_running_loop()
         loop.call_later(timeout, self._stop)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._is_stopping.wait(), grace)
         while self.num_active and not self._is_stopping.is_set():
             await asyncio.sleep(_POLL)
-        then()
+        callback()
 
     def stop(self) -> None:
         """End the requests in progress with an error."""
@@ -265,8 +267,8 @@ class Service:
 
     def _stop(self) -> None:
         self._is_stopping.set()
-        for each in list(self._connected):
-            each.end(shutting_down())
+        for connection in list(self._connected):
+            connection.end(shutting_down())
 
     async def stopped(self) -> None:
         """Wait until `stop` is called, or until the timeout of `drain` has passed."""
@@ -276,11 +278,11 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raise a 404 `ApiError` if `name` is neither None nor the name of the served model."""
-        served = self.settings.model_name
-        if name is not None and name != served:
+        model_name = self.settings.model_name
+        if name is not None and name != model_name:
             raise ApiError(
                 404,
-                f"The model {name[:100]!r} does not exist; {served!r} is served.",
+                f"The model {name[:100]!r} does not exist; {model_name!r} is served.",
                 param="model",
                 code="model_not_found",
             )

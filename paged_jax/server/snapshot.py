@@ -51,15 +51,15 @@ class EngineSnapshot:
     def of(cls, engine: Engine) -> "EngineSnapshot":
         """Return a snapshot of an engine. Call it in the engine's thread."""
         sequences, groups = engine.sequences, engine.cache_groups
-        waits: Counter[WaitReason] = Counter(
+        wait_counts: Counter[WaitReason] = Counter(
             [sequence.waits_for for sequence in sequences if sequence.slot is None]
         )
         return cls(
             time=time.perf_counter(),
             has_unfinished=engine.has_unfinished and not engine.is_sleeping,
-            num_running=len(sequences) - waits.total(),
-            num_waiting=waits.total(),
-            num_waiting_for=waits,
+            num_running=len(sequences) - wait_counts.total(),
+            num_waiting=wait_counts.total(),
+            num_waiting_for=wait_counts,
             sleep_level=engine.sleep_level,
             num_used_blocks=groups[0].num_used,
             groups=groups,
@@ -75,21 +75,21 @@ class SnapshotHistory:
 
     def __init__(self, snapshot: EngineSnapshot):
         self._latest = snapshot
-        self._kept = collections.deque([snapshot], maxlen=round(_HISTORY_SECONDS / _INTERVAL))
+        self._snapshots = collections.deque([snapshot], maxlen=round(_HISTORY_SECONDS / _INTERVAL))
         self._lock = threading.Lock()
 
     def observe(self, snapshot: EngineSnapshot) -> None:
         """Add the snapshot of a step. This is called in the engine's thread."""
         before, self._latest = self._latest, snapshot
-        if snapshot.time - self._kept[-1].time < _INTERVAL:
+        if snapshot.time - self._snapshots[-1].time < _INTERVAL:
             return
         with self._lock:
             if snapshot.time - before.time > 2 * _INTERVAL:
                 # There was a pause without steps. Also add a snapshot for its start and one for its
                 # end. Otherwise, the page would average the rate of the new step over the pause.
-                self._kept.append(before)
-                self._kept.append(dataclasses.replace(before, time=snapshot.time - _INTERVAL))
-            self._kept.append(snapshot)
+                self._snapshots.append(before)
+                self._snapshots.append(dataclasses.replace(before, time=snapshot.time - _INTERVAL))
+            self._snapshots.append(snapshot)
 
     def snapshots(self, now: float) -> list[EngineSnapshot]:
         """Return the snapshots of the last two minutes, in order of time.
@@ -97,7 +97,11 @@ class SnapshotHistory:
         A copy of the newest snapshot with the time `now` is appended, so that curves end at `now`.
         """
         with self._lock:
-            kept = [*self._kept, self._latest, dataclasses.replace(self._latest, time=now)]
+            snapshots = [
+                *self._snapshots,
+                self._latest,
+                dataclasses.replace(self._latest, time=now),
+            ]
         # Times must be distinct, because the page divides by the time between two snapshots.
-        distinct = {each.time: each for each in kept}.values()
-        return [each for each in distinct if each.time >= now - _HISTORY_SECONDS]
+        distinct = {snapshot.time: snapshot for snapshot in snapshots}.values()
+        return [snapshot for snapshot in distinct if snapshot.time >= now - _HISTORY_SECONDS]

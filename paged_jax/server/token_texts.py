@@ -99,9 +99,9 @@ def split_text(text: str, offsets: Sequence[tuple[int, int]]) -> list[str]:
       ['', 'a', '  ', 'é', '.']
     """
     parts, done = [""] * len(offsets), 0
-    places = [(index, *each) for index, each in enumerate(offsets) if each[0] < each[1]]
-    for (index, _, end), (_, start, _) in itertools.pairwise(places):
+    spans = [(index, *span) for index, span in enumerate(offsets) if span[0] < span[1]]
+    for (index, _, end), (_, start, _) in itertools.pairwise(spans):
         end = max(done, min(end, start))
         parts[index], done = text[done:end], end
-    parts[places[-1][0] if places else -1] += text[done:]
+    parts[spans[-1][0] if spans else -1] += text[done:]
     return parts

@@ -50,8 +50,8 @@ async def tokenize(service: Service, request: Request) -> Response:
 
     def encode() -> list[int]:
         if body.prompt is not None:
-            adds = body.add_special_tokens is not False
-            return tokenizer.encode(body.prompt, add_special_tokens=adds)
+            add_special_tokens = body.add_special_tokens is not False
+            return tokenizer.encode(body.prompt, add_special_tokens=add_special_tokens)
         chat = tokenizer.render_chat(
             template_messages(body.messages or []),
             template_variables(body),
@@ -124,9 +124,11 @@ async def detokenize(service: Service, request: Request) -> Response:
     tokenizer = _tokenizer(service)
     body = await receive_body(service, request, bodies.DetokenizeBody)
     service.check_model(body.model)
-    most = tokenizer.vocab_size - 1
-    if (last := max(body.tokens, default=0)) > most:
-        raise ApiError(400, f"tokens must hold integers in 0..{most}, got {last}.", param="tokens")
+    max_id = tokenizer.vocab_size - 1
+    if (last := max(body.tokens, default=0)) > max_id:
+        raise ApiError(
+            400, f"tokens must hold integers in 0..{max_id}, got {last}.", param="tokens"
+        )
     text = await _encode(
         service,
         request,

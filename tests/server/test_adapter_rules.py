@@ -312,11 +312,13 @@ def test_blocks_are_opened_extended_and_closed_in_turn() -> None:
     ]  # fmt: skip
     tracker = BlockTracker()
     changes = [
-        (change.what, change.block.index, change.text)
+        (change.action, change.block.index, change.text)
         for kind, text in parts
         for change in tracker.push([AnswerDelta(kind, text)])
     ]
-    changes += [(each.what, each.block.index, each.text) for each in tracker.push([], is_last=True)]
+    changes += [
+        (each.action, each.block.index, each.text) for each in tracker.push([], is_last=True)
+    ]
     assert changes == [
         ("open", 0, ""), ("extend", 0, "\n a"), ("extend", 0, " "), ("close", 0, ""),
         ("open", 1, ""), ("extend", 1, " b"), ("close", 1, ""), ("open", 2, ""), ("close", 2, ""),

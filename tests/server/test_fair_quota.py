@@ -13,7 +13,7 @@ from tests.support.tiny_model import SIZES
 
 
 def test_fair_quota_gives_each_client_a_share() -> None:
-    quota = FairQuota("samples", limit="max_queue", most=12)
+    quota = FairQuota("samples", limit="max_queue", num_places=12)
     with quota.take("greedy", 12):
         assert quota.is_full and not quota.has_room("greedy", 1)
         with quota.take("late", 6), pytest.raises(ApiError) as refused, quota.take("late", 1):
