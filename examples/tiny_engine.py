@@ -35,7 +35,7 @@ any two steps: this is continuous batching::
                                                          finished: `publish`, `release` <-+
 
 - One request at a time reads its prompt, and it reads one chunk per step. So a long prompt delays
-  the other requests by a chunk in each step, but never by the whole prompt.
+  the requests that decode by a chunk in each step. No request is admitted before its end.
 - A request reads all tokens except the last, which is the first input of `decode`. So tokens are
   drawn in one place, whether a request is new, a copy of another one, or was preempted.
 
@@ -43,29 +43,30 @@ The life of a block
 -------------------
 ::
 
-    +------+  allocated  +------------+  shared  +---------------+  copied: a request that writes
-    | free | ----------> | in one row | -------> | in many rows  |  gets its own copy, which is in
-    +------+ <---------- +------------+ <------- +---------------+  one row
-        ^       freed        |    ^       left
-        |                    |    |
-        | evicted      freed |    | found
-        |                    v    |
-        |           +------------------------+
-        +---------- | free, but has a name   |
-                    +------------------------+
+    +------+  allocated  +----------------------+  shared  +--------------+
+    | free | ----------> |      in one row      | -------> | in many rows |
+    +------+ <---------- +----------------------+ <------- +--------------+
+                freed      |       ^          ^      left
+        freed, and         |       | found    | evicted, and
+        has a name         v       |          | allocated
+                         +----------------------+
+                         | free, but has a name |
+                         +----------------------+
 
 - allocated: the next token of a request needs a new block (in `prefill` and `decode`).
 - shared: a row begins with blocks of another row, because a prompt has several samples
   (`_fork_samples`), or because two texts begin equally (`_find_prefix`). This only increases a
   reference count. No K and V are copied or computed.
 - copied: full blocks are never written again. So a copy is needed only if the last block of a row
-  is shared and not full. This happens in the first `decode` after a fork.
-- published: a full block gets a name, by which later requests find it (`_publish`).
+  is in many rows and not full: in the first `decode` after a fork. All these rows but one leave the
+  block, and get a copy in a newly allocated block.
+- published: a full block gets a name, by which later requests find it (`_publish`). It stays where
+  it is in the drawing: blocks in rows have names, too.
 - left, freed: a request ends or is preempted (`_leave`). If other requests share the block, its
   reference count decreases, otherwise it is free. A free block with a name keeps its content.
 - found: like shared, but the block was free (`_find_prefix`).
-- evicted: a block is needed, and all free blocks have names. The least recently used one is
-  allocated, and loses its name and its content.
+- evicted: a block is needed, and all free blocks have names. The block that became free first is
+  allocated, and loses its name and content. Rows are freed from their end: beginnings stay longest.
 """
 
 import argparse
@@ -93,8 +94,8 @@ from paged_jax import cache as paged
 class Request:
     """A text that the engine continues.
 
-    The tokens are the whole state of a request. K and V can be computed from them again, so a
-    preemption costs time, but loses nothing.
+    Apart from its options, the tokens are the whole state of a request. K and V can be computed
+    from them again, so a preemption costs time, but loses nothing.
 
     Attributes:
       id: number of the request. Older requests have lower numbers.
@@ -105,7 +106,7 @@ class Request:
       samples: other continuations of the same prompt, which start when the prompt has been read.
       slot: row of the block table; -1 while the request waits.
       num_computed: number of tokens with K and V in the cache.
-      num_reused: number of tokens that were in the cache when the request got its slot.
+      num_reused: number of tokens that were in the cache when the request last got a slot.
       num_preemptions: number of times that the request lost its slot.
     """
 
@@ -122,7 +123,7 @@ class Request:
 
     @property
     def can_decode(self) -> bool:
-        """Whether only the last token is not computed. It is the input of the next `decode`."""
+        """Whether all tokens but the last are computed. The last is the input of `decode`."""
         return self.num_computed == len(self.token_ids) - 1
 
 
@@ -143,7 +144,7 @@ class Scheduler:
 
     @property
     def reader(self) -> Request | None:
-        """The request that reads its prompt. It is the newest, because the others wait for it."""
+        """The request that reads its prompt. It is the newest: none is admitted while it reads."""
         return next((request for request in self.running if not request.can_decode), None)
 
     @property
@@ -154,8 +155,8 @@ class Scheduler:
     def admit(self) -> Request | None:
         """Give a slot to the first waiting request, if there is a slot and its turn has come.
 
-        A request waits while another one reads its prompt. Afterwards the blocks of that prompt
-        have names, so that equal prompts are computed once, even if they arrive together.
+        No request is admitted after a preemption (see `preempt`), or while another one reads its
+        prompt. Afterwards the blocks of that prompt have names, so equal prompts are computed once.
         """
         if not self.waiting or not self.free_slots or self.reader or self.is_full:
             return None
@@ -166,7 +167,7 @@ class Scheduler:
     def admit_samples(self, request: Request) -> list[Request]:
         """Give slots to the other samples of a request whose prompt has been read.
 
-        Samples without a slot wait like other requests, and will find the prompt in the cache.
+        Others wait at the front of the queue. They find the full blocks that are not evicted then.
         """
         num_started = min(len(request.samples), len(self.free_slots))
         started, others = request.samples[:num_started], request.samples[num_started:]
@@ -207,14 +208,16 @@ class Scheduler:
 # ---------------------------------------------------------------------------------------- programs
 #
 # All work on the device is done by six compiled functions of the cache. Two of them run the model,
-# and four change only the block table.
+# and four change only `cache.tables`. These are the rows (`block_tables` and `lengths`), and a pool
+# with the reference count of each block (the number of rows that it is in), its name, if it has one
+# (`is_cached`), and a queue of the free blocks. No code outside of the cache counts blocks.
 #
 # - The cache is donated: JAX reuses its memory for the result, and deletes the old arrays. So K and
 #   V are written in place. Otherwise each call would copy the whole cache.
-# - Shapes are fixed: rows without a token have the slot -1, and are skipped. So each function is
-#   compiled once, whatever requests run.
-# - `prefill` and `decode` allocate the blocks that they need. If too few are free, they change
-#   nothing, and return ok = False. No other code counts blocks.
+# - Shapes are fixed: unused rows have the slot (or the parent) -1, and other padding is zeros after
+#   a given number. So each function is compiled once, whatever requests run.
+# - `prefill` and `decode` first allocate and copy the blocks that they need. If too few are free,
+#   they change nothing, and return ok = False. The model runs all the same, so this costs time.
 #
 # Dimensions: S slots, T tokens in a chunk, C tokens in a block, M blocks in a row of the table.
 
@@ -244,7 +247,9 @@ def decode(
 ) -> tuple[PagedCache, tuple[jax.Array, jax.Array]]:
     """Store K and V of the last token of each request, and draw the next token; all arrays are [S].
 
-    Row i belongs to slot i, so the new lengths of the slots are the positions of the drawn tokens.
+    If the last block of a row is full, a new one is allocated. If it is shared and not full, all
+    rows that share it get a copy, except for the last one, which keeps it. Row i belongs to
+    slot i, so the new lengths of the slots are the positions of the drawn tokens.
     """
     logits, cache, ok = model.decode(cache, token_ids, slots)
     return cache, (draw(logits, temperatures, seeds, cache.lengths), ok)
@@ -255,8 +260,8 @@ def draw(
 ) -> jax.Array:
     """Draw a token for each row.
 
-    The random key depends only on the seed of the request and the position of the token. So a
-    request gets the same tokens in any batch, and after a preemption.
+    The random key depends only on seed and position, not on the batch or on preemptions. Logits
+    differ by rounding. So the same token is drawn, unless two candidates are that close.
     """
     keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))
     scaled = logits / jnp.maximum(temperatures, 1e-6)[:, None]
@@ -266,10 +271,10 @@ def draw(
 
 @compiled
 def attach(cache: PagedCache, *prefix: jax.Array) -> tuple[PagedCache, jax.Array]:
-    """Start a slot with the blocks that have the names of its text. Return their number.
+    """Start an empty slot with named blocks of its text, up to the first name that no block has.
 
-    `prefix` is the slot, the names [M, 8], the tokens [M, C], and the number of names. A block is
-    used only if its tokens are equal too.
+    `prefix` is the slot, the names [M, 8], the tokens [M, C], and the number of names. The tokens
+    are compared too, in case two texts have the same name. Return the number of blocks.
     """
     return paged.attach(cache, *prefix)
 
@@ -282,9 +287,10 @@ def fork(cache: PagedCache, parents: jax.Array) -> tuple[PagedCache, jax.Array]:
 
 @compiled
 def publish(cache: PagedCache, *blocks: jax.Array) -> tuple[PagedCache, None]:
-    """Give names to full blocks, except for blocks that have one, and names that a block has.
+    """Give names to full blocks: slots [M], columns of the table [M], names [M, 8], tokens [M, C].
 
-    `blocks` are slots [M], columns of the table [M], names [M, 8] and tokens [M, C].
+    A block that has a name keeps it. If another block has the name, because two requests computed
+    the same text, the block gets none.
     """
     return paged.publish(cache, *blocks), None
 
@@ -299,7 +305,7 @@ def name_blocks(token_ids: list[int], tables: BlockTables) -> tuple[np.ndarray, 
     """Name each full block of a text by a hash of its tokens and of the name of the block before.
 
     K and V of a token depend on all tokens before it. Equal names mean that two texts are equal up
-    to the end of the block, so K and V are equal too.
+    to the end of the block, so K and V are equal too. To be simple, each call names all blocks.
 
     Returns:
       The names u32 [M, 8], and the tokens of the blocks i32 [M, C], padded with zeros.
@@ -321,7 +327,7 @@ class Event(NamedTuple):
     """Something that happened to a block, or the preemption of a request.
 
     Attributes:
-      kind: "preempted", or a word of the drawing at the top.
+      kind: "preempted", or a word of the list under the drawing.
       request: id of the request; None for "published" and "evicted".
       block: id of the block; None for "preempted".
       target: id of the new block, for "copied".
@@ -391,10 +397,10 @@ class Engine:
         chunk_size: int = 16,
         trace: Callable[[Event], object] | None = None,
     ):
-        if min(num_blocks, block_size, chunk_size) < 1:
+        if min(num_slots, num_blocks, block_size, chunk_size) < 1:
             raise ValueError(
-                "Engine: num_blocks, block_size and chunk_size must be at least 1, got "
-                f"{num_blocks}, {block_size} and {chunk_size}."
+                "Engine: num_slots, num_blocks, block_size and chunk_size must be at least 1, got "
+                f"{num_slots}, {num_blocks}, {block_size} and {chunk_size}."
             )
         self.model, self.chunk_size, self.trace = model, chunk_size, trace
         self.max_length = min(model.config.max_position_embeddings, num_blocks * block_size)
@@ -418,14 +424,19 @@ class Engine:
     ) -> list[Request]:
         """Queue a prompt. Return a request for each sample; each step appends to its tokens.
 
-        Only the first sample is queued. The others start as copies of it, see `_fork_samples`.
+        Only the first sample is queued. `_fork_samples` starts the others. Sample i has seed + i.
         """
-        if not prompt_ids or min(max_tokens, num_samples) < 1 or temperature < 0:
+        if not prompt_ids or min(max_tokens, num_samples) < 1 or not temperature >= 0:
             raise ValueError(
                 "add: a prompt must have tokens, max_tokens and num_samples must be at least 1, "
                 f"and temperature at least 0, got {len(prompt_ids)} prompt tokens, {max_tokens=}, "
                 f"{num_samples=} and {temperature=}."
             )
+        last = self.model.config.vocab_size - 1
+        if unknown := [token for token in prompt_ids if not 0 <= token <= last]:
+            raise ValueError(f"add: prompt_ids must be from 0 to {last}, got {unknown[0]}.")
+        if not 0 <= seed <= 2**31 - num_samples:
+            raise ValueError(f"add: seed must be from 0 to 2**31 - num_samples, got {seed}.")
         max_length = len(prompt_ids) + max_tokens
         if max_length > self.max_length:
             raise ValueError(
@@ -461,15 +472,14 @@ class Engine:
             self._find_prefix(request)
         if request := self.scheduler.reader:
             self._read_chunk(request)
-        for request in self.scheduler.decoding:
+        for request in self.scheduler.decoding:  # only the newest can have samples to start
             self._fork_samples(request)
         return self._decode()
 
     def _find_prefix(self, request: Request) -> None:
         """Let a request share the published blocks at the beginning of its text.
 
-        The last token is never looked up, because at least one token must be computed to draw the
-        next one.
+        The last token is never looked up: it must be computed, so that the next one can be drawn.
         """
         token_ids, block_size = request.token_ids[:-1], self.cache.block_size
         names, blocks = name_blocks(token_ids, self.cache.tables)
@@ -492,8 +502,8 @@ class Engine:
     def _fork_samples(self, request: Request) -> None:
         """Let the other samples of a prompt, if any, share all blocks of the first one.
 
-        This includes the last block, even if it is not full. The next token of each sample belongs
-        into this block, so `decode` gives a copy to all samples but one, which keeps the original.
+        This includes the last block. If it is not full, the next token of each request belongs into
+        it. So `decode` gives a copy to all of them but one.
         """
         samples = self.scheduler.admit_samples(request)
         if samples:
@@ -503,7 +513,7 @@ class Engine:
             assert ok, "a fork needs no blocks, and the slots of the samples are empty"
 
     def _decode(self) -> list[tuple[Request, int]]:
-        """Draw the next token of each request. If too few blocks are free, make room and repeat."""
+        """Draw a token for each request. If too few blocks are free, make room and draw again."""
         requests = self.scheduler.decoding
         if not requests:
             return []

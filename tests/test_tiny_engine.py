@@ -15,7 +15,7 @@ from examples.tiny_engine import Engine, Event, Request
 from paged_jax import LLM, SamplingParams
 from paged_jax.cache.blocks import check_invariants
 from tests.support import ROOT
-from tests.support.tiny_model import BOS, SIZES
+from tests.support.tiny_model import BOS, CONFIG, SIZES
 
 SYSTEM = [BOS, *range(3, 19)]  # 17 tokens: 4 full blocks
 PROMPTS = [
@@ -26,6 +26,7 @@ PROMPTS = [
     [*SYSTEM, 20, 21],
     [BOS, *range(30, 3, -1)],
 ]
+VOCAB_SIZE = CONFIG.vocab_size
 PROGRAMS = ("prefill", "decode", "attach", "fork", "publish", "release")
 
 
@@ -264,6 +265,11 @@ def test_programs_are_compiled_once_and_copy_no_block(tiny_model) -> None:
         ({"max_tokens": 0}, "max_tokens .* at least 1, .* max_tokens=0"),
         ({"num_samples": 0}, "num_samples must be at least 1, .* num_samples=0"),
         ({"temperature": -1.0}, "temperature at least 0, .* temperature=-1.0"),
+        ({"temperature": float("nan")}, "temperature at least 0, .* temperature=nan"),
+        ({"prompt_ids": [BOS, -1]}, f"prompt_ids must be from 0 to {VOCAB_SIZE - 1}, got -1"),
+        ({"prompt_ids": [VOCAB_SIZE]}, f"prompt_ids must be .*, got {VOCAB_SIZE}"),
+        ({"seed": -1}, r"seed must be from 0 to 2\*\*31 - num_samples, got -1"),
+        ({"seed": 2**31 - 1, "num_samples": 2}, f"seed must be .*, got {2**31 - 1}"),
         ({"max_tokens": 62}, "must have at most 64 tokens, .* got 65"),
     ],
 )
@@ -271,6 +277,14 @@ def test_bad_requests_are_errors(run, changes, message) -> None:
     with pytest.raises(ValueError, match=f"^add: .*{message}"):
         run.engine.add(**{"prompt_ids": [BOS, 3, 4], "max_tokens": 5} | changes)
     assert not run.engine.has_unfinished
+
+
+def test_largest_seed_and_token_are_accepted(run) -> None:
+    prompt = [BOS, VOCAB_SIZE - 1]
+    samples = run.add(prompt, num_samples=2, temperature=1.0, seed=2**31 - 2)
+    run.finish()
+    assert samples[-1].seed == 2**31 - 1
+    assert all(len(output_of(sample, prompt)) > 0 for sample in samples)
 
 
 def test_command_line_prints_tokens_events_and_texts(
@@ -312,5 +326,9 @@ def test_page_shows_lines_that_the_command_line_prints(capsys) -> None:
 
 
 def test_bad_sizes_are_errors(tiny_model) -> None:
-    with pytest.raises(ValueError, match="Engine: num_blocks, .* must be at least 1, got 0, 8 and"):
-        Engine(tiny_model, num_blocks=0)
+    for size in ("num_slots", "num_blocks", "block_size", "chunk_size"):
+        sizes = {"num_slots": 4, "num_blocks": 20, "block_size": 8, "chunk_size": 16} | {size: 0}
+        slots, blocks, tokens, chunk = sizes.values()
+        message = f"Engine: .* must be at least 1, got {slots}, {blocks}, {tokens} and {chunk}"
+        with pytest.raises(ValueError, match=message):
+            Engine(tiny_model, **sizes)
