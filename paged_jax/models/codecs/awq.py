@@ -95,8 +95,8 @@ class AwqMatrix(ModuleMatrix):
         words = self.parts[end].read_raw((slice(None), slice(first, math.ceil(stop / 8)))).T
         pairs = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape, 4)
         values = np.empty((words.shape[0], 8, words.shape[1]), np.uint8)
-        for output, place in enumerate(_ORDER):
-            values[:, output] = pairs[..., place // 2] >> 4 * (place % 2) & 15
+        for output, nibble in enumerate(_ORDER):
+            values[:, output] = pairs[..., nibble // 2] >> 4 * (nibble % 2) & 15
         return values.reshape(-1, words.shape[1])[start - first * 8 : stop - first * 8]
 
 

@@ -167,13 +167,13 @@ def _read_state(name: str, parts: Mapping[str, StoredTensor]) -> dict[str, Any]:
     Raises:
       WeightsError: the object is missing or not valid.
     """
-    found = [part for end, part in parts.items() if ".quant_state." in end]
-    if len(found) != 1:
+    states = [part for end, part in parts.items() if ".quant_state." in end]
+    if len(states) != 1:
         raise WeightsError(
             f"load_weights: {name} must have exactly one quant_state tensor, for "
-            f"{' or '.join(_STATES)}, got {len(found)}."
+            f"{' or '.join(_STATES)}, got {len(states)}."
         )
-    [stored] = found
+    [stored] = states
     state: Any = None
     if stored.dtype == "U8" and math.prod(stored.shape) <= _MAX_STATE_BYTES:
         try:
@@ -185,7 +185,7 @@ def _read_state(name: str, parts: Mapping[str, StoredTensor]) -> dict[str, Any]:
     shape, block = state.get("shape"), state.get("blocksize")
     nested, offset = state.get("nested_blocksize", 1), state.get("nested_offset", 0.0)
     sizes = [*shape, block, nested] if isinstance(shape, list) and len(shape) == 2 else [0]
-    if not all(is_int(each) and 0 < each < 1 << 31 for each in sizes) or not is_real(offset):
+    if not all(is_int(size) and 0 < size < 1 << 31 for size in sizes) or not is_real(offset):
         raise WeightsError(
             f"load_weights: {stored.name} must have a shape [out, in], positive block sizes and a "
             f"finite nested_offset, got shape {shape}, blocksize {block}, nested_blocksize "

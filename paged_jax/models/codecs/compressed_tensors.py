@@ -314,18 +314,18 @@ class CompressedTensorsCodec(Codec):
                 sparsity.choice("format", choices=("dense",), default="dense")
         # Groups for some modules precede groups for all linear layers.
         exact: list[ModuleRule] = []
-        others: list[ModuleRule] = []
+        linear: list[ModuleRule] = []
         for group in config.sections("config_groups").values():
             format = _read_group(group, usual)
             for target in group.names("targets"):
                 if target == "Linear":
-                    others.append(ModuleRule(target, format))
+                    linear.append(ModuleRule(target, format))
                 else:
                     exact.append(_named(group, target, format))
             group.finish(("input_activations", "output_activations"))
         excluded = [_named(config, name, None) for name in config.names("ignore")]
         config.finish(_HARMLESS)
-        return Quantisation(config.where, (*excluded, *exact, *others))
+        return Quantisation(config.where, (*excluded, *exact, *linear))
 
     def encode(self, name: str, arrays: WeightArrays, format: WeightFormat) -> EncodedModule:
         """Convert a matrix ``[out, in]`` to the tensors of a module.
@@ -341,8 +341,8 @@ class CompressedTensorsCodec(Codec):
         Raises:
           SaveError: compressed-tensors cannot represent the matrix.
         """
-        for each in _WRITTEN:
-            if (module := each.encode(name, arrays, format)) is not None:
+        for codec in _WRITTEN:
+            if (module := codec.encode(name, arrays, format)) is not None:
                 return module
         size = "" if format.group_size is None else f" in groups of {format.group_size}"
         raise SaveError(
@@ -384,14 +384,14 @@ class CompressedTensorsCodec(Codec):
         for module, format in modules.items():
             names.setdefault(format, []).append(module)
         groups = {
-            f"group_{number}": {
+            f"group_{index}": {
                 "format": self.name_of(format),
                 "input_activations": None,
                 "output_activations": None,
                 "targets": names[format] if len(names) > 1 else ["Linear"],
                 "weights": _write_weights(format),
             }
-            for number, format in enumerate(names)
+            for index, format in enumerate(names)
         }
         kinds = {group["format"] for group in groups.values()}
         return {

@@ -42,8 +42,8 @@ class Entries:
         value = default if value is None else value
         value = value.lower() if isinstance(value, str) else value
         choices = [*choices]
-        if not any(value == each and type(value) is type(each) for each in choices):
-            names = ", ".join("null" if each is None else str(each) for each in choices)
+        if not any(value == option and type(value) is type(option) for option in choices):
+            names = ", ".join("null" if option is None else str(option) for option in choices)
             raise self.error(keys[0], f"must be {names}", value)
         return value
 
@@ -74,7 +74,7 @@ class Entries:
             value = self.get(key)
             if value is None:
                 continue
-            if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
                 raise self.error(key, "must be a list of names", value)
             names += value
         return tuple(names)
@@ -89,8 +89,8 @@ class Entries:
         outer = self.section(key)
         if outer is None:
             return {}
-        found = {name: outer.section(name) for name in outer.content}
-        return {name: section for name, section in found.items() if section is not None}
+        by_name = {name: outer.section(name) for name in outer.content}
+        return {name: section for name, section in by_name.items() if section is not None}
 
     def finish(self, harmless: Iterable[str] = ()) -> None:
         """Reject unread entries, unless their key is harmless, or they are empty, false or 0."""

@@ -224,21 +224,21 @@ def _largest_number(code: str) -> float:
     return 127 if code == "int8" else float(jnp.finfo(code).max)
 
 
-def _nearest_values(numbers: Array, code: str) -> Array:
+def _nearest_values(weights: Array, code: str) -> Array:
     """Round each number to the nearest number that `code` represents.
 
     Return the stored values of these numbers, not packed.
     """
-    xp = numbers.__array_namespace__()
+    xp = weights.__array_namespace__()
     if code == "int8":
-        return xp.clip(xp.rint(numbers), -127, 127).astype(np.int8)
+        return xp.clip(xp.rint(weights), -127, 127).astype(np.int8)
     if code not in CODES:
         largest = _largest_number(code)
-        return xp.clip(numbers, -largest, largest).astype(jnp.dtype(code))
+        return xp.clip(weights, -largest, largest).astype(jnp.dtype(code))
     order = np.argsort(CODES[code], kind="stable").astype(np.uint8)
     ascending = CODES[code][order]
     middles = (ascending[1:] + ascending[:-1]) / 2
-    return xp.asarray(order)[xp.searchsorted(xp.asarray(middles), numbers)]
+    return xp.asarray(order)[xp.searchsorted(xp.asarray(middles), weights)]
 
 
 def change_format(
@@ -287,11 +287,11 @@ def quantise_on_host(w: np.ndarray, format: WeightFormat) -> WeightArrays:
     for start in range(0, len(rows), step):
         stop = min(start + step, len(rows))
         chunk[: stop - start] = rows[start:stop]
-        for whole, part in zip(out, _on_host(chunk, format), strict=True):
-            if whole is not None and whole.ndim == 2:
-                whole[start:stop] = np.asarray(part)[: stop - start]
-            elif whole is not None:
-                whole[...] = part
+        for array, chunk_array in zip(out, _on_host(chunk, format), strict=True):
+            if array is not None and array.ndim == 2:
+                array[start:stop] = np.asarray(chunk_array)[: stop - start]
+            elif array is not None:
+                array[...] = chunk_array
     return WeightArrays(
         *(x if x is None or x.ndim == 1 else x.reshape(*w.shape[:-1], -1) for x in out)
     )
@@ -334,7 +334,7 @@ def _search_int4(groups: Any) -> tuple[Any, Any]:
     inverse, zero = _reciprocal(largest, 2 * _BITS - 2), xp.zeros_like(largest)
     best = functools.reduce(
         _better,
-        (_fit_int4(integers, zero, inverse * each) for each in (*_QUOTIENTS, *-_QUOTIENTS)),
+        (_fit_int4(integers, zero, inverse * quotient) for quotient in (*_QUOTIENTS, *-_QUOTIENTS)),
     )
     scales = _scales(best, _INT4_FRACTION)
     best = _better(best, _fit_int4(integers, zero, _inverse(scales, _INT4_FRACTION)))
@@ -357,7 +357,9 @@ def _search_uint4(
     size = groups.shape[-1]
     integers, exponents = _as_integers(groups)
     total = integers.sum(-1)
-    best = functools.reduce(_better, (_fit_uint4(integers, *each) for each in _ranges(integers)))
+    best = functools.reduce(
+        _better, (_fit_uint4(integers, *bounds) for bounds in _ranges(integers))
+    )
     for _ in range(_UINT4_ROUNDS):
         scales = _scales(best, _UINT4_FRACTION)
         codes = _round(integers, best.offset, best.inverse, 0, 15)
@@ -447,7 +449,9 @@ def _better(first: _Candidate, second: _Candidate) -> _Candidate:
     If both are equal, return `first`.
     """
     xp = first.norm.__array_namespace__()
-    (a, b), (c, d) = ([x.astype(np.float32) for x in each[2:]] for each in (first, second))
+    (a, b), (c, d) = (
+        [x.astype(np.float32) for x in candidate[2:]] for candidate in (first, second)
+    )
     is_better = (c * c) * b > (a * a) * d
     return _Candidate(*(xp.where(is_better, y, x) for x, y in zip(first, second, strict=True)))
 

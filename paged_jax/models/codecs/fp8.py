@@ -72,9 +72,9 @@ class Fp8Format(ModuleFormat):
             return None
         settings, scales = cls(), arrays.scales
         if format.group_size is not None:
-            if (found := _find_blocks(arrays.scales, format.group_size)) is None:
+            if (blocks := _find_blocks(arrays.scales, format.group_size)) is None:
                 return None
-            size, scales = found
+            size, scales = blocks
             settings = cls((size, size))
         tensors = {".weight": arrays.values, ".weight_scale": np.ascontiguousarray(scales)}
         return EncodedModule(settings, tensors)

@@ -43,9 +43,9 @@ _E8M0_NAN = 0xFF
 _Arrays = tuple[np.ndarray, ...]
 
 
-def _half(blocks: np.ndarray, place: int) -> np.ndarray:
-    """Return the float16 number that begins at byte `place`, which is even, of each block."""
-    return blocks.view("<f2")[..., place // 2, None]
+def _half(blocks: np.ndarray, offset: int) -> np.ndarray:
+    """Return the float16 number that begins at byte `offset`, which is even, of each block."""
+    return blocks.view("<f2")[..., offset // 2, None]
 
 
 def _nibbles(data: np.ndarray) -> np.ndarray:
@@ -106,24 +106,24 @@ def _k_scales(blocks: np.ndarray) -> _Arrays:
         bytes 8 to 11    bits 0 to 3: four low bits of the scales of groups 4 to 7
                          bits 4 to 7: four low bits of the minima of groups 4 to 7
     """
-    scales, mins, rest = (blocks[..., 4 + i : 8 + i] for i in (0, 4, 8))
-    scales = np.concatenate([scales & 63, rest & 15 | scales >> 6 << 4], axis=-1)
-    mins = np.concatenate([mins & 63, rest >> 4 | mins >> 6 << 4], axis=-1)
+    scales, mins, high_bits = (blocks[..., 4 + i : 8 + i] for i in (0, 4, 8))
+    scales = np.concatenate([scales & 63, high_bits & 15 | scales >> 6 << 4], axis=-1)
+    mins = np.concatenate([mins & 63, high_bits >> 4 | mins >> 6 << 4], axis=-1)
     return _two_levels(scales, _half(blocks, 0)), _two_levels(mins, -_half(blocks, 2))
 
 
-def _two_levels(numbers: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    """Append the 4 bytes of a block's float32 factor to the numbers of its groups.
+def _two_levels(codes: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    """Append the 4 bytes of a block's float32 factor to the codes of its groups.
 
     Args:
-      numbers: a number for each group, from -128 to 127, ``[..., groups]``.
+      codes: the code of each group, from -128 to 127, ``[..., groups]``.
       factors: the factor of each block, ``[..., 1]``. The scale (or minimum) of a group is its
-        number times the factor.
+        code times the factor.
 
     Returns:
       int8 ``[..., groups + 4]``.
     """
-    return join_levels(numbers.astype(np.int8, copy=False), factors.astype(np.float32))
+    return join_levels(codes.astype(np.int8, copy=False), factors.astype(np.float32))
 
 
 def _decode_q4_k(blocks: np.ndarray) -> _Arrays:
@@ -170,12 +170,12 @@ def _decode_q3_k(blocks: np.ndarray) -> _Arrays:
     # Bytes 96 to 103 contain the low 4 bits of the scales: of groups 0 to 7 in the low nibbles, of
     # groups 8 to 15 in the high nibbles. Bytes 104 to 107 contain the two high bits: of groups 0 to
     # 3 in bits 0 and 1 of each byte, of groups 4 to 7 in bits 2 and 3, and so on.
-    scales, rest = (x.reshape(*lead, 16) for x in (
+    scales, high_bits = (x.reshape(*lead, 16) for x in (
         _nibbles(blocks[..., 96:104]), _quarters(blocks[..., 104:108])
     ))  # fmt: skip
     # int4 stores n as n + 8, so the number u - 4 is stored as u + 4.
     values = pack(low + (high << 2) + np.uint8(4))
-    return values, _two_levels(_signed(scales, rest), _half(blocks, 108))
+    return values, _two_levels(_signed(scales, high_bits), _half(blocks, 108))
 
 
 def _signed(low: np.ndarray, high: np.ndarray) -> np.ndarray:

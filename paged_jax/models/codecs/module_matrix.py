@@ -171,9 +171,9 @@ class CombinedMatrix(QuantisedTensor):
         """Check that the tensor with the name ending `end` has an allowed dtype and shape."""
         part, dtypes = self.parts[end], (*dtypes,)
         if part.dtype not in dtypes or part.shape not in shapes:
-            wanted = " or ".join(str([*shape]) for shape in dict.fromkeys(shapes))
+            expected = " or ".join(str([*shape]) for shape in dict.fromkeys(shapes))
             raise WeightsError(
-                f"load_weights: {part.name} must be {' or '.join(dtypes)} {wanted}, got "
+                f"load_weights: {part.name} must be {' or '.join(dtypes)} {expected}, got "
                 f"{part.dtype} {[*part.shape]}."
             )
 
@@ -289,17 +289,17 @@ class ModuleMatrix(CombinedMatrix):
         values, scales, mins, zeros, is_paired = self._decode_finite(rows)
         values = self._unpaired(values) if is_paired else values
         if code in CODES and code not in ("int4", "uint4"):
-            numbers = look_up(CODES[code], values)
+            weights = look_up(CODES[code], values)
         else:
-            numbers = values.astype(np.float32)
-            numbers -= 8 if code == "int4" else 0
-        grouped = layout.by_group(numbers)
+            weights = values.astype(np.float32)
+            weights -= 8 if code == "int4" else 0
+        grouped = layout.by_group(weights)
         if zeros is not None:
             grouped -= layout.spread(zeros)
         grouped *= layout.spread(scales)
         if mins is not None:
             grouped += layout.spread(mins)
-        return numbers
+        return weights
 
     def check_groups(self, group_size: int | None) -> int:
         """Check that all groups have the same size, and return the number of groups.
@@ -341,10 +341,10 @@ class _GroupLayout(NamedTuple):
         """
         is_sorted = bool((np.diff(stored) >= 0).all())
         order = None if is_sorted else np.argsort(stored, kind="stable").astype(np.int32)
-        kept = stored if order is None else stored[order]
-        starts = np.flatnonzero(np.diff(kept)) + 1
+        groups = stored if order is None else stored[order]
+        starts = np.flatnonzero(np.diff(groups)) + 1
         size = math.gcd(len(stored), *starts.tolist())
-        return cls(stored, order, size, kept[::size])
+        return cls(stored, order, size, groups[::size])
 
     def by_group(self, values: np.ndarray) -> np.ndarray:
         """Return a view ``[rows, groups, group_size]`` of values ``[rows, in]``.

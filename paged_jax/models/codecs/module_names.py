@@ -89,13 +89,13 @@ class _RuleIndex:
 
     def find(self, module: str) -> int | None:
         parts = _split(module)
-        found = [
+        indices = [
             self._by_parts[piece]
             for length in self._lengths
             for start in range(len(parts) - length + 1)
             if (piece := parts[start : start + length]) in self._by_parts
         ]
-        first = min(found, default=None)
+        first = min(indices, default=None)
         for index, regex in self._others:
             if first is not None and index > first:
                 break

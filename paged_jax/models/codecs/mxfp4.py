@@ -247,6 +247,6 @@ def expand_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
       [2.0, 12.0, 0.0]
     """
     with np.errstate(over="ignore"):  # `StoredTensor.read` reports infinity
-        numbers = look_up(CODES["e2m1"], low_nibbles_first(blocks))
-        numbers *= powers_of_two(scales).astype(np.float32)[..., None]
-    return numbers.reshape(*scales.shape[:-1], -1)
+        weights = look_up(CODES["e2m1"], low_nibbles_first(blocks))
+        weights *= powers_of_two(scales).astype(np.float32)[..., None]
+    return weights.reshape(*scales.shape[:-1], -1)

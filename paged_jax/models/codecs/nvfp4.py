@@ -57,9 +57,9 @@ class Nvfp4Format(ModuleFormat):
         """Convert a matrix to tensors, if its scales are fp8 numbers divided by a factor."""
         if (format.code, format.group_size, format.min_dtype) != ("e2m1", 16, None):
             return None
-        if (found := _divide_scales(arrays.scales.astype(np.float32))) is None:
+        if (divided := _divide_scales(arrays.scales.astype(np.float32))) is None:
             return None
-        scales, factor = found
+        scales, factor = divided
         tensors = {
             ".weight_packed": pack_words(unpack(arrays.values), 4).view(np.uint8),
             ".weight_scale": scales,
@@ -77,9 +77,9 @@ def _divide_scales(scales: np.ndarray) -> tuple[np.ndarray, np.float32] | None:
     largest = scales.max()
     if largest == 0:
         return scales.astype(jnp.float8_e4m3fn), np.float32(1)
-    numbers = np.arange(1, 127, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
-    for number in numbers[::-1]:
-        factor = number / largest
+    fp8_values = np.arange(1, 127, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
+    for fp8_value in fp8_values[::-1]:
+        factor = fp8_value / largest
         for candidate in (factor, np.nextafter(factor, np.float32(0)),
                           np.nextafter(factor, np.float32(np.inf))):  # fmt: skip
             with np.errstate(over="ignore"):

@@ -64,17 +64,17 @@ def find_quantisation(config: Mapping[str, Any], *, has_mxfp4: bool = False) -> 
     Raises:
       UnsupportedConfigError: an entry is not supported. The message names it.
     """
-    found = {key: config[key] for key in QUANTISATION_KEYS if config.get(key)}
-    if not found:
+    objects = {key: config[key] for key in QUANTISATION_KEYS if config.get(key)}
+    if not objects:
         return None
     # MLX writes the same object under the keys "quantization" and "quantization_config".
-    key = "quantization_config" if "quantization_config" in found else next(iter(found))
-    if any(value != found[key] for value in found.values()):
+    key = "quantization_config" if "quantization_config" in objects else next(iter(objects))
+    if any(value != objects[key] for value in objects.values()):
         raise UnsupportedConfigError(
-            f"LlamaConfig: {' and '.join(found)} must be equal. Keep only the correct one."
+            f"LlamaConfig: {' and '.join(objects)} must be equal. Keep only the correct one."
         )
-    defaults = [codec.methods[0] for codec in CODECS if codec.key in found]
-    entries = Entries(found[key], f"LlamaConfig: {key}", next(iter(defaults), None))
+    defaults = [codec.methods[0] for codec in CODECS if codec.key in objects]
+    entries = Entries(objects[key], f"LlamaConfig: {key}", next(iter(defaults), None))
     return _match(entries, has_mxfp4)
 
 
@@ -91,8 +91,8 @@ def read_quantisation(folder: Path, *, has_mxfp4: bool = False) -> Quantisation 
     if (folder / "config.json").is_file():
         config = read_config_json(folder)
         text = config.get("text_config")
-        for each in (config, text if isinstance(text, Mapping) else {}):
-            if quantisation := find_quantisation(each, has_mxfp4=has_mxfp4):
+        for section in (config, text if isinstance(text, Mapping) else {}):
+            if quantisation := find_quantisation(section, has_mxfp4=has_mxfp4):
                 return quantisation
     for codec in CODECS:
         if codec.file is not None and (path := folder / codec.file).is_file():
@@ -117,8 +117,8 @@ def _match(entries: Entries, has_mxfp4: bool) -> Quantisation:
 
 def is_quantised_name(name: str) -> bool:
     """Return whether a tensor of this name always belongs to a quantised module."""
-    found = _END.search(name)
-    return found is not None and found[0] != _WEIGHT
+    match = _END.search(name)
+    return match is not None and match[0] != _WEIGHT
 
 
 def combine_quantised(
@@ -134,8 +134,8 @@ def combine_quantised(
     combined: dict[str, StoredTensor] = {}
     for tensor in tensors:
         combined[tensor.name] = tensor
-        if found := _END.search(tensor.name):
-            modules.setdefault(tensor.name[: found.start()], {})[found[0]] = tensor
+        if match := _END.search(tensor.name):
+            modules.setdefault(tensor.name[: match.start()], {})[match[0]] = tensor
     count = 0
     for module, parts in modules.items():
         weight = parts.get(_WEIGHT)
