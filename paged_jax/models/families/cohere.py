@@ -104,8 +104,8 @@ class Cohere2(Cohere):
         @functools.cache
         def layer(window: int | None) -> LayerSpec:
             rope = None if window is None else attention.rope
-            own = dataclasses.replace(attention, window=window, rope=rope)
-            return parallel(own, mlp, norm)
+            layer_attention = dataclasses.replace(attention, window=window, rope=rope)
+            return parallel(layer_attention, mlp, norm)
 
         return self.read_ends(entries, norm, tuple(map(layer, windows)))
 

@@ -141,10 +141,10 @@ def check_only(family: Family, entries: ConfigEntries, **supported: Any) -> None
     They may also be missing or null.
     """
     for key, value in supported.items():
-        if (given := entries.get(key)) not in (None, value):
+        if (entry := entries.get(key)) not in (None, value):
             raise UnsupportedConfigError(
                 f"LlamaConfig: {key} must be {as_json(value)} for {family.architecture}, got "
-                f"{as_json(given)}."
+                f"{as_json(entry)}."
             )
 
 
@@ -273,13 +273,13 @@ def read_rope(
         say otherwise are rejected.
       has_query_scale: whether the family reads ``llama_4_scaling_beta``, see `read_query_scale`.
     """
-    found = choose_object(entries, family)
-    check_same_for_all(found, family.architecture)
-    check_rope_keys(found, family.architecture)
+    rope_object = choose_object(entries, family)
+    check_same_for_all(rope_object, family.architecture)
+    check_rope_keys(rope_object, family.architecture)
     if not has_query_scale:
-        check_no_query_scale(entries, found, family.architecture)
+        check_no_query_scale(entries, rope_object, family.architecture)
     check_only(family, entries, rope_interleaved=is_interleaved)
-    return convert_rope(family, entries, found, head_dim, may_be_partial=may_be_partial)
+    return convert_rope(family, entries, rope_object, head_dim, may_be_partial=may_be_partial)
 
 
 def read_ropes(family: Family, entries: ConfigEntries, head_dim: int) -> tuple[Rope, Rope]:
@@ -289,8 +289,8 @@ def read_ropes(family: Family, entries: ConfigEntries, head_dim: int) -> tuple[R
     ``rope_local_base_freq`` for layers with a window, whose frequencies are not scaled.
     transformers 5 writes ``rope_parameters`` with an object for each of these layer types.
     """
-    found = choose_object(entries, family, has_local_rope=True)
-    full, local = split_by_layer_type(found) if is_nested(found) else (found, {})
+    rope_object = choose_object(entries, family, has_local_rope=True)
+    full, local = split_by_layer_type(rope_object) if is_nested(rope_object) else (rope_object, {})
     check_rope_keys({**full, **local}, family.architecture)
     check_no_query_scale(entries, full, family.architecture)
     check_only(family, entries, rope_interleaved=False)
@@ -308,7 +308,7 @@ def read_ropes(family: Family, entries: ConfigEntries, head_dim: int) -> tuple[R
 def convert_rope(
     family: Family,
     entries: ConfigEntries,
-    found: Mapping[str, Any],
+    rope_object: Mapping[str, Any],
     head_dim: int,
     *,
     may_be_partial: bool = False,
@@ -318,11 +318,13 @@ def convert_rope(
     Args:
       family: family of the model.
       entries: content of the ``config.json``.
-      found: the object.
+      rope_object: the object.
       head_dim: head dimension (D).
       may_be_partial: whether ``partial_rotary_factor`` may differ from 1.
     """
-    merged = entries.replace({key: value for key, value in found.items() if value is not None})
+    merged = entries.replace(
+        {key: value for key, value in rope_object.items() if value is not None}
+    )
     factor = read_number(merged, "partial_rotary_factor", 1.0)
     if factor != 1 and not may_be_partial:
         raise UnsupportedConfigError(
@@ -333,15 +335,15 @@ def convert_rope(
         head_dim=head_dim,
         rotary_dim=int(head_dim * factor),
         theta=read_number(merged, "rope_theta", 10000.0),
-        scaling=read_rope_scaling(entries, found),
+        scaling=read_rope_scaling(entries, rope_object),
         max_position_embeddings=read_length(family, entries),
     )
 
 
-def read_rope_scaling(entries: ConfigEntries, found: Mapping[str, Any]) -> RopeScaling | None:
+def read_rope_scaling(entries: ConfigEntries, rope_object: Mapping[str, Any]) -> RopeScaling | None:
     """Return the scaling of an object with rotary parameters; None if it does not scale."""
     original = entries.get("original_max_position_embeddings")
-    return read_scaling(found, _read_length(entries), original)
+    return read_scaling(rope_object, _read_length(entries), original)
 
 
 def _read_length(entries: ConfigEntries) -> int:
@@ -395,7 +397,7 @@ def write_query_scale(written: Mapping[str, Any], scale: QueryScale) -> dict[str
     `write_rope`.
     """
     replaced = ("rope_theta", "rope_scaling")
-    others = {key: value for key, value in written.items() if key not in replaced}
+    entries = {key: value for key, value in written.items() if key not in replaced}
     parameters = {
         "rope_type": "default",
         **(written["rope_scaling"] or {}),
@@ -403,7 +405,7 @@ def write_query_scale(written: Mapping[str, Any], scale: QueryScale) -> dict[str
         "llama_4_scaling_beta": scale.beta,
         "original_max_position_embeddings": scale.length,
     }
-    return {**others, "rope_parameters": parameters}
+    return {**entries, "rope_parameters": parameters}
 
 
 def read_rotations(entries: ConfigEntries) -> list[bool]:
@@ -425,7 +427,7 @@ def read_rotations(entries: ConfigEntries) -> list[bool]:
             "LlamaConfig: no_rope_layers must be a list with a number for each of the "
             f"{num_layers} layers, got {rotates!r}."
         )
-    return [bool(each) for each in rotates[:num_layers]]
+    return [bool(rotates_layer) for rotates_layer in rotates[:num_layers]]
 
 
 def write_rotations(config: ModelConfig) -> dict[str, list[int]]:
@@ -435,10 +437,10 @@ def write_rotations(config: ModelConfig) -> dict[str, list[int]]:
 
 def read_length(family: Family, entries: ConfigEntries) -> int:
     """Return the maximum length of a sequence in tokens, see `longest_sequence`."""
-    found = choose_object(entries, family)
-    if is_nested(found):
-        found, _ = split_by_layer_type(found)
-    return longest_sequence(read_rope_scaling(entries, found), _read_length(entries))
+    rope_object = choose_object(entries, family)
+    if is_nested(rope_object):
+        rope_object, _ = split_by_layer_type(rope_object)
+    return longest_sequence(read_rope_scaling(entries, rope_object), _read_length(entries))
 
 
 def read_dense(entries: ConfigEntries, *, has_bias: bool = False) -> Dense:
@@ -457,11 +459,11 @@ def write_dense(mlp: Dense) -> dict[str, Any]:
 
 def read_factor(entries: ConfigEntries, key: str) -> float:
     """Return a factor, or a number from which one is computed; it must be positive."""
-    number = read_number(entries, key)
+    factor = read_number(entries, key)
     # 1 divided by a smaller number would overflow.
-    if not sys.float_info.min < number < math.inf:
-        raise ValueError(f"LlamaConfig: {key} must be positive, got {number!r}.")
-    return number
+    if not sys.float_info.min < factor < math.inf:
+        raise ValueError(f"LlamaConfig: {key} must be positive, got {factor!r}.")
+    return factor
 
 
 def write_factor(factor: float) -> float:

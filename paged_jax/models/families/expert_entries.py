@@ -74,9 +74,9 @@ def _read_num_experts(family: Family, entries: ConfigEntries, key: str) -> int:
     keys = (*(name for name in _NUM_EXPERTS_KEYS if name != key), key)
     values = {name: entries[name] for name in keys if name in entries}
     # A default counts only if the file has no other key.
-    given = {name: value for name, value in values.items() if not entries.is_default(name)}
-    given = given or values
-    return read_integer(given, next(iter(given), key))
+    config_entries = {name: value for name, value in values.items() if not entries.is_default(name)}
+    config_entries = config_entries or values
+    return read_integer(config_entries, next(iter(config_entries), key))
 
 
 def write_expert_sizes(experts: Experts, keys: ExpertKeys = _USUAL_KEYS) -> dict[str, int]:
@@ -200,10 +200,10 @@ def read_dense_layers(entries: ConfigEntries, is_dense: Callable[[int], bool]) -
     names = read_names(entries, "mlp_layer_types", num_layers)
     if names is None:
         names = [DENSE if is_dense(layer) else SPARSE for layer in range(num_layers)]
-    if others := {*names} - {DENSE, SPARSE}:
+    if unsupported := {*names} - {DENSE, SPARSE}:
         raise ValueError(
             f"LlamaConfig: mlp_layer_types must have {DENSE!r} or {SPARSE!r} for each layer, got "
-            f"{min(others)!r}."
+            f"{min(unsupported)!r}."
         )
     if SPARSE not in names:
         raise ValueError(

@@ -91,9 +91,10 @@ class FalconH1(Family):
         """Check the list of layer types, which few files have: all layers are of the same type."""
         entries = use_other_names(entries, {"layer_types": "layers_block_type"})
         names = read_names(entries, "layers_block_type", read_num_layers(entries))
-        if others := {*(names or ())} - {HYBRID}:
+        if unsupported := {*(names or ())} - {HYBRID}:
             raise UnsupportedConfigError(
-                f"LlamaConfig: layers_block_type must only contain {HYBRID!r}, got {min(others)!r}."
+                f"LlamaConfig: layers_block_type must only contain {HYBRID!r}, got "
+                f"{min(unsupported)!r}."
             )
 
     def _read_mamba(self, entries: ConfigEntries) -> Mamba2:

@@ -263,8 +263,8 @@ def read_sources(entries: ConfigEntries, windows: list[int | None]) -> list[int 
         )
     first = num_layers - num_shared
     last = {window: layer for layer, window in enumerate(windows[:first])}
-    if others := {*windows[first:]} - {*last}:
-        kind = FULL if None in others else SLIDING
+    if missing := {*windows[first:]} - {*last}:
+        kind = FULL if None in missing else SLIDING
         raise ValueError(
             f"LlamaConfig: num_kv_shared_layers must leave at least one layer of type {kind!r} "
             f"that computes keys and values, got {num_shared}."

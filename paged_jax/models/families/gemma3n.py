@@ -167,8 +167,8 @@ def _read_table(entries: ConfigEntries) -> PerLayerTable | None:
     if not (size := read_per_layer_size(entries)):
         return None
     vocab_size = read_integer(entries, "vocab_size")
-    given = read_integer(entries, "vocab_size_per_layer_input", vocab_size)
-    return PerLayerTable(size, 0 if given == vocab_size else given)
+    table_size = read_integer(entries, "vocab_size_per_layer_input", vocab_size)
+    return PerLayerTable(size, 0 if table_size == vocab_size else table_size)
 
 
 def _read_sizes(entries: ConfigEntries) -> list[int]:

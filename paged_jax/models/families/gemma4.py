@@ -154,19 +154,19 @@ class Gemma4(Family):
 
         Only layers without a window may rotate a part of each head, with "proportional" scaling.
         """
-        given = read_object(entries, "rope_parameters") or self.defaults["rope_parameters"]
-        full, local = split_by_layer_type(given)
+        rope_object = read_object(entries, "rope_parameters") or self.defaults["rope_parameters"]
+        full, local = split_by_layer_type(rope_object)
         if not (full and local):
             raise UnsupportedConfigError(
                 f"LlamaConfig: rope_parameters must have the keys {FULL!r} and {SLIDING!r} for "
-                f"{self.architecture}, each with an object, got {dict(given)!r}."
+                f"{self.architecture}, each with an object, got {dict(rope_object)!r}."
             )
         check_rope_keys({**full, **local}, self.architecture)
         check_only(self, entries, rope_interleaved=False, rope_scaling=None)
         is_partial = full.get("rope_type") == "proportional"
         rope = convert_rope(self, entries, full, full_head_dim, may_be_partial=is_partial)
-        whole = entries.replace({"partial_rotary_factor": None})
-        local_rope = convert_rope(self, whole, local, head_dim)
+        full_entries = entries.replace({"partial_rotary_factor": None})
+        local_rope = convert_rope(self, full_entries, local, head_dim)
         if local_rope.scaling is not None:
             raise UnsupportedConfigError(
                 f"LlamaConfig: rope_parameters of {SLIDING!r} must have rope_type 'default' for "
@@ -376,9 +376,9 @@ def _read_table(entries: ConfigEntries) -> PerLayerTable | None:
     if not (size := read_per_layer_size(entries)):
         return None
     vocab_size = read_integer(entries, "vocab_size")
-    given = read_integer(entries, "vocab_size_per_layer_input", vocab_size)
-    if given != vocab_size:
+    table_size = read_integer(entries, "vocab_size_per_layer_input", vocab_size)
+    if table_size != vocab_size:
         raise UnsupportedConfigError(
-            f"LlamaConfig: vocab_size_per_layer_input must equal vocab_size, got {given}."
+            f"LlamaConfig: vocab_size_per_layer_input must equal vocab_size, got {table_size}."
         )
     return PerLayerTable(size)

@@ -67,17 +67,19 @@ def read_latent_rope(
       sizes: sizes of latent attention.
       has_query_scale: whether the family reads ``llama_4_scaling_beta``, see `read_query_scale`.
     """
-    found = choose_object(entries, family)
-    check_same_for_all(found, family.architecture)
-    check_rope_keys(found, family.architecture)
+    rope_object = choose_object(entries, family)
+    check_same_for_all(rope_object, family.architecture)
+    check_rope_keys(rope_object, family.architecture)
     if not has_query_scale:
-        check_no_query_scale(entries, found, family.architecture)
-    merged = entries.replace({key: value for key, value in found.items() if value is not None})
+        check_no_query_scale(entries, rope_object, family.architecture)
+    merged = entries.replace(
+        {key: value for key, value in rope_object.items() if value is not None}
+    )
     return Rope(
         head_dim=sizes.qk_rope_head_dim,
         rotary_dim=sizes.qk_rope_head_dim,
         theta=read_number(merged, "rope_theta", 10000.0),
-        scaling=read_rope_scaling(entries, found),
+        scaling=read_rope_scaling(entries, rope_object),
         max_position_embeddings=read_length(family, entries),
     )
 
@@ -90,10 +92,10 @@ def read_latent_scale(
     With ``mscale_all_dim``, the scaling of `rope` increases it, in addition to its factor of
     queries and keys.
     """
-    found = choose_object(entries, family)
-    if rope.scaling is None or not found.get("mscale_all_dim"):
+    rope_object = choose_object(entries, family)
+    if rope.scaling is None or not rope_object.get("mscale_all_dim"):
         return None
-    scale = yarn_scale(rope.scaling.factor, read_number(found, "mscale_all_dim"))
+    scale = yarn_scale(rope.scaling.factor, read_number(rope_object, "mscale_all_dim"))
     return sizes.query_dim**-0.5 * scale**2
 
 

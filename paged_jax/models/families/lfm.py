@@ -94,7 +94,10 @@ class Lfm2(Family):
             in_bias=has_bias,
             out_bias=has_bias,
         )
-        tokens = [convolution if each else attention for each in self._read_types(entries)]
+        tokens = [
+            convolution if is_convolution else attention
+            for is_convolution in self._read_types(entries)
+        ]
 
         @functools.cache
         def layer(tokens: Part, mlp: Part) -> LayerSpec:
@@ -189,7 +192,7 @@ class Lfm2Experts(Lfm2):
         )
         dense, num_dense = read_dense(entries), read_integer(entries, "num_dense_layers")
         is_dense = read_dense_layers(entries, lambda layer: layer < num_dense)
-        return [dense if each else experts for each in is_dense]
+        return [dense if is_dense_layer else experts for is_dense_layer in is_dense]
 
     def write_mlps(self, config: ModelConfig) -> dict[str, Any]:
         """Return the entries for `read_mlps`."""

@@ -163,10 +163,10 @@ def _read_chunks(entries: ConfigEntries, rotations: list[bool]) -> list[int | No
     names = read_names(entries, "layer_types", len(rotations))
     if names is None:
         return [size if rotates else None for rotates in rotations]
-    if others := {*names} - {FULL, CHUNKED}:
+    if unsupported := {*names} - {FULL, CHUNKED}:
         raise UnsupportedConfigError(
             f"LlamaConfig: layer_types must only contain {FULL!r} and {CHUNKED!r}, got "
-            f"{min(others)!r}."
+            f"{min(unsupported)!r}."
         )
     if CHUNKED in names and size is None:
         raise ValueError(

@@ -77,8 +77,8 @@ def _text_entries(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the entries of the text model in the config of a multimodal model."""
     part = config.get("text_config")
     if part is None and "vision_config" in config:
-        own = {key: value for key, value in config.items() if not _TOWER_ENTRY.search(key)}
-        return {**own, "model_type": f"{config['model_type']}_text"}
+        text_entries = {key: value for key, value in config.items() if not _TOWER_ENTRY.search(key)}
+        return {**text_entries, "model_type": f"{config['model_type']}_text"}
     if not isinstance(part, Mapping):
         raise ValueError(
             "LlamaConfig: text_config must be a JSON object with the config of the text model, got "
@@ -130,4 +130,4 @@ def without_text_module(name: str) -> str:
       >>> without_text_module("model.layers.0.mlp.up_proj.weight")
       'model.layers.0.mlp.up_proj.weight'
     """
-    return name[found.end() :] if (found := _TEXT_MODULE.match(name)) else name
+    return name[match.end() :] if (match := _TEXT_MODULE.match(name)) else name

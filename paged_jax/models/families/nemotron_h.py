@@ -156,10 +156,10 @@ class NemotronH(Family):
         names = [_TYPES.get(name, name) for name in (_DEFAULT_TYPES if names is None else names)]
         if not names:
             raise ValueError("LlamaConfig: layers_block_type must name at least one layer, got [].")
-        if others := {*names} - {*_DEFAULT_TYPES}:
+        if unsupported := {*names} - {*_DEFAULT_TYPES}:
             raise UnsupportedConfigError(
                 "LlamaConfig: layers_block_type must only contain "
-                f"{', '.join(map(repr, _DEFAULT_TYPES))}, got {min(others)!r}."
+                f"{', '.join(map(repr, _DEFAULT_TYPES))}, got {min(unsupported)!r}."
             )
         return names
 

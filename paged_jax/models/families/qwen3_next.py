@@ -197,7 +197,12 @@ class Qwen35(Family):
         is_recurrent = metadata.booleans("attention.recurrent_layers")
         if is_recurrent is None:
             return {**sizes, "full_attention_interval": every}
-        return {**sizes, "layer_types": [RECURRENT if each else FULL for each in is_recurrent]}
+        return {
+            **sizes,
+            "layer_types": [
+                RECURRENT if is_recurrent_layer else FULL for is_recurrent_layer in is_recurrent
+            ],
+        }
 
 
 class Qwen35Experts(Qwen35):

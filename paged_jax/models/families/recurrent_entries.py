@@ -40,10 +40,10 @@ def read_layer_types(
     names = read_names(entries, "layer_types", read_num_layers(entries))
     if names is None:
         return None
-    if others := {*names} - {*recurrent, *full}:
+    if unsupported := {*names} - {*recurrent, *full}:
         raise UnsupportedConfigError(
             "LlamaConfig: layer_types must only contain "
-            f"{', '.join(map(repr, (*recurrent, *full)))}, got {min(others)!r}."
+            f"{', '.join(map(repr, (*recurrent, *full)))}, got {min(unsupported)!r}."
         )
     return [name in recurrent for name in names]
 
@@ -165,7 +165,9 @@ def read_time_limits(entries: ConfigEntries) -> tuple[float, float]:
     """
     value: Any = entries.get("time_step_limit")
     limits: list[Any] = [*value] if isinstance(value, list | tuple) else []
-    limits = [each.get("__float__", "") if isinstance(each, Mapping) else each for each in limits]
+    limits = [
+        limit.get("__float__", "") if isinstance(limit, Mapping) else limit for limit in limits
+    ]
     try:
         low, high = map(float, limits)
     except (TypeError, ValueError):

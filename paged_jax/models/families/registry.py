@@ -172,10 +172,10 @@ def find_family(config: ConfigEntries) -> tuple[Family, ConfigEntries]:
     if name not in OTHER_NAMES:
         family = FAMILIES[name]
         return family, config.complete(family.defaults)
-    other = OTHER_NAMES[name]
-    family = FAMILIES[other.family]
-    check_only(family, config, **other.fixed)
-    return family, config.complete({**(stored_defaults(name) or family.defaults), **other.fixed})
+    alias = OTHER_NAMES[name]
+    family = FAMILIES[alias.family]
+    check_only(family, config, **alias.fixed)
+    return family, config.complete({**(stored_defaults(name) or family.defaults), **alias.fixed})
 
 
 def _find_model_type(config: Mapping[str, Any]) -> str:

@@ -38,11 +38,11 @@ def read_query_scale(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Quer
 
     `rope` is the entry ``rope_parameters``, or its default.
     """
-    given = _merge_query_scale(config, rope)
-    if (beta := _find_beta(given)) is None:
+    merged = _merge_query_scale(config, rope)
+    if (beta := _find_beta(merged)) is None:
         return None
     length = _context_length(
-        "original_max_position_embeddings", given.get("original_max_position_embeddings")
+        "original_max_position_embeddings", merged.get("original_max_position_embeddings")
     )
     return QueryScale(read_number({"llama_4_scaling_beta": beta}, "llama_4_scaling_beta"), length)
 
@@ -96,10 +96,10 @@ def read_scaling(
         return RopeScaling(rope_type, 1.0)  # raises UnsupportedConfigError
     fields: dict[str, Any] = {"original_max_position_embeddings": max_position_embeddings}
     if rope_type != "dynamic":  # its original context is max_position_embeddings
-        given = rope.get("original_max_position_embeddings") if original is None else original
-        if given is not None:
+        length = rope.get("original_max_position_embeddings") if original is None else original
+        if length is not None:
             fields["original_max_position_embeddings"] = _context_length(
-                "original_max_position_embeddings", given
+                "original_max_position_embeddings", length
             )
     used = SCALING_FIELDS[rope_type]
     if rope_type == "proportional":
@@ -175,17 +175,17 @@ def choose_object(
         )
     if not scaling:
         return parameters
-    given, theta = parameters, config.get("rope_theta", 10000.0)
+    full_parameters, theta = parameters, config.get("rope_theta", 10000.0)
     if is_nested(parameters):
-        given = read_object(parameters, FULL, f"rope_parameters of {FULL!r}")
-        theta = given.get("rope_theta")
+        full_parameters = read_object(parameters, FULL, f"rope_parameters of {FULL!r}")
+        theta = full_parameters.get("rope_theta")
     kind = scaling.get("rope_type", scaling.get("type"))
     used = {"rope_theta": theta, **scaling, "rope_type": kind, "type": kind}
-    if any(used.get(key) != value for key, value in given.items()):
+    if any(used.get(key) != value for key, value in full_parameters.items()):
         raise UnsupportedConfigError(
             "LlamaConfig: rope_scaling must be null or agree with rope_parameters, got "
-            f"rope_scaling {dict(scaling)!r} and rope_parameters {dict(given)!r}. Remove one of "
-            "them."
+            f"rope_scaling {dict(scaling)!r} and rope_parameters {dict(full_parameters)!r}. "
+            "Remove one of them."
         )
     return parameters if is_nested(parameters) else scaling
 
@@ -213,10 +213,10 @@ def split_by_layer_type(rope: Mapping[str, Any]) -> tuple[Mapping[str, Any], Map
 
     `rope` is an entry ``rope_parameters`` with one object for each layer type.
     """
-    if others := set(rope) - set(ATTENTION_TYPES):
+    if unsupported := set(rope) - set(ATTENTION_TYPES):
         raise UnsupportedConfigError(
             "LlamaConfig: the keys of rope_parameters must be "
-            f"{' and '.join(map(repr, ATTENTION_TYPES))}, got {min(others)!r}."
+            f"{' and '.join(map(repr, ATTENTION_TYPES))}, got {min(unsupported)!r}."
         )
     full, sliding = (
         read_object(rope, kind, f"rope_parameters of {kind!r}") for kind in ATTENTION_TYPES

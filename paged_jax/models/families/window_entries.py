@@ -33,11 +33,11 @@ def read_windows(entries: ConfigEntries, is_full: Callable[[int], bool]) -> list
     names = read_names(entries, "layer_types", num_layers)
     if names is None:
         is_whole = [window is None or is_full(layer) for layer in range(num_layers)]
-        return [None if whole else window for whole in is_whole]
-    if others := {*names} - {FULL, SLIDING}:
+        return [None if is_full_layer else window for is_full_layer in is_whole]
+    if unsupported := {*names} - {FULL, SLIDING}:
         raise UnsupportedConfigError(
             f"LlamaConfig: layer_types must only contain {FULL!r} and {SLIDING!r}, got "
-            f"{min(others)!r}."
+            f"{min(unsupported)!r}."
         )
     if SLIDING in names and window is None:
         raise ValueError(
