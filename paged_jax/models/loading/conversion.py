@@ -89,29 +89,29 @@ def find_sources(
                     f"{sources[tensor].name} and {name}."
                 )
             sources[tensor] = source
-    wanted = {
+    expected = {
         mapping.tensor: mapping
         for name in names
         for mapping in map_to_available(config, name, sources)
     }
-    if missing := [tensor for tensor in wanted if tensor not in sources]:
+    if missing := [tensor for tensor in expected if tensor not in sources]:
         raise WeightsError(
             f"{function}: params must contain an array for each tensor of the model, got no array "
             f"that is mapped to {_enumerate(missing)}."
         )
     # Trainers may keep a tied head in addition to the embeddings.
-    known = {*wanted, HEAD} if config.tie_word_embeddings else set(wanted)
-    if left_over := [tensor for tensor in sources if tensor not in known]:
+    allowed = {*expected, HEAD} if config.tie_word_embeddings else set(expected)
+    if left_over := [tensor for tensor in sources if tensor not in allowed]:
         name = sources[left_over[0]].name
         raise WeightsError(
             f"{function}: params must only contain tensors of the model, got "
             f"{_enumerate(left_over)} (from the array {name})."
         )
-    if HEAD in sources and HEAD not in wanted and EMBEDDINGS in wanted:
-        wanted[HEAD] = dataclasses.replace(wanted[EMBEDDINGS], tensor=HEAD)
-    for tensor, mapping in wanted.items():
+    if HEAD in sources and HEAD not in expected and EMBEDDINGS in expected:
+        expected[HEAD] = dataclasses.replace(expected[EMBEDDINGS], tensor=HEAD)
+    for tensor, mapping in expected.items():
         _check_shape(function, sources[tensor], shapes[sources[tensor].name], mapping)
-    return {tensor: sources[tensor] for tensor in wanted}
+    return {tensor: sources[tensor] for tensor in expected}
 
 
 def assemble(
@@ -153,11 +153,11 @@ def _sources_of(
     """
     for pattern, target in rules.items():
         tensor, axes = (target, None) if isinstance(target, str) else target
-        found = re.fullmatch(re.escape(pattern).replace(r"\*", r"(\d+)"), name)
-        if found is None:
+        match = re.fullmatch(re.escape(pattern).replace(r"\*", r"(\d+)"), name)
+        if match is None:
             continue
-        if found.groups():
-            return [(tensor.replace("*", found[1]), TensorSource(name, axes))]
+        if match.groups():
+            return [(tensor.replace("*", match[1]), TensorSource(name, axes))]
         if "*" in tensor:
             layers = range(config.num_hidden_layers)
             return [(tensor.replace("*", str(i)), TensorSource(name, axes, i)) for i in layers]

@@ -46,13 +46,13 @@ def find_format(
     Returns:
       The format. If there is none, the reason as a str.
     """
-    tensors = [stored[name] for name in dict.fromkeys(each.tensor for each in mappings)]
+    tensors = [stored[name] for name in dict.fromkeys(mapping.tensor for mapping in mappings)]
     if not all(map(is_quantised, tensors)):
         return "only some of its tensors are quantised"
     formats = list(dict.fromkeys(tensor.format for tensor in tensors))
     format = common_format(formats, num_inputs)
     if format is None:
-        codes = sorted({each.code for each in formats})
+        codes = sorted({candidate.code for candidate in formats})
         return f"its tensors have different formats ({', '.join(codes)})"
     if format.has_order and not have_same_order(tensors):
         return "its tensors have different orders of inputs"
@@ -91,8 +91,8 @@ def find_devices(config: ModelConfig, sharding: Sharding) -> set[Any]:
 
 def have_same_order(tensors: Iterable[StoredTensor]) -> bool:
     """Return whether quantised tensors have their inputs in the same order."""
-    first, *others = (tensor.read_arrays(slice(0, 1)).order for tensor in tensors)
-    return all(np.array_equal(first, other) for other in others)
+    first, *orders = (tensor.read_arrays(slice(0, 1)).order for tensor in tensors)
+    return all(np.array_equal(first, order) for order in orders)
 
 
 def choose_formats(
@@ -124,7 +124,7 @@ def choose_formats(
     """
     floats = WeightFormat(name_of(spec.dtype))
     config = replace(spec.config, dtype=floats.code)
-    asked = MatrixFormats.of_dtype(dtype, config)
+    requested = MatrixFormats.of_dtype(dtype, config)
     is_kept = not dequantise and name_of(dtype) not in DTYPE_FORMATS
     if platform is None or num_devices is None:
         devices = find_devices(config, spec.sharding)
@@ -136,8 +136,8 @@ def choose_formats(
     for name, shape in spec.separate_shapes().items():
         if not is_matrix(name):
             continue
-        format: WeightFormat | str = asked[name]
-        if is_kept and any(is_quantised(stored[each.tensor]) for each in mappings[name]):
+        format: WeightFormat | str = requested[name]
+        if is_kept and any(is_quantised(stored[mapping.tensor]) for mapping in mappings[name]):
             format = find_format(stored, mappings[name], shape[-1])
         if isinstance(format, WeightFormat) and format.is_quantised:
             format = store.stored_format(format, count)
@@ -154,9 +154,9 @@ def choose_formats(
         formats[name] = format
     if expanded:
         name, reason = next(iter(expanded.items()))
-        others = " and others" if len(expanded) > 1 else ""
+        suffix = " and others" if len(expanded) > 1 else ""
         warnings.warn(
-            f"load_weights: {name}{others} will be {floats.code}, not quantised: {reason}.",
+            f"load_weights: {name}{suffix} will be {floats.code}, not quantised: {reason}.",
             stacklevel=3,
         )
     return MatrixFormats.create(formats)

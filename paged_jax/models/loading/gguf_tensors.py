@@ -92,10 +92,10 @@ class GgufTensor(QuantisedTensor):
                 f"{entry.path}: tensor {entry.name} has one dimension, so its type must be F32, "
                 f"F16 or BF16, got {entry.type}."
             )
-        given = entry.shape
-        if kind.is_float and shape is not None and _is_reshaped(given, shape):
-            given = shape
-        for order, size in (row_order, given[0]), (input_order, given[-1]):
+        stored_shape = entry.shape
+        if kind.is_float and shape is not None and _is_reshaped(stored_shape, shape):
+            stored_shape = shape
+        for order, size in (row_order, stored_shape[0]), (input_order, stored_shape[-1]):
             if order is not None and len(order) != size:
                 raise WeightsError(
                     f"{entry.path}: tensor {entry.name} must have {len(order)} rows or inputs, "
@@ -104,9 +104,9 @@ class GgufTensor(QuantisedTensor):
         return cls(
             entry.path,
             entry.name,
-            given,
+            stored_shape,
             entry.type,
-            entry.num_bytes // math.prod(given[:-1]),
+            entry.num_bytes // math.prod(stored_shape[:-1]),
             row_order,
             input_order,
             undo,
@@ -139,11 +139,11 @@ class GgufTensor(QuantisedTensor):
 
     def half(self, index: int) -> "GgufTensor":
         """Return the first or the second half of the rows of a matrix. `index` is 0 or 1."""
-        num_rows, *rest = self.shape
+        num_rows, *row_shape = self.shape
         return dataclasses.replace(
             self,
             name=f"{self.name}[half {index}]",
-            shape=(num_rows // 2, *rest),
+            shape=(num_rows // 2, *row_shape),
             offset=self.offset + index * (num_rows // 2) * self.row_bytes,
         )
 
@@ -337,17 +337,19 @@ class _Namer:
             pieces = part.name_pieces({**part.tensor_names, **self._family_names})
             in_file |= part.gguf_names
             names |= {key: name for key in part.gguf_names if (name := _find_piece(pieces, key))}
-        own = {key: each for key, each in self._layout.tensor_names.items() if key not in _OUTER}
-        names |= {key: name for key in own if (name := self._family_names.get(key))}
-        shapes, found = layer_shapes(self._config, spec), dict[str, _Name]()
-        for key, kind in {**in_file, **own}.items():
+        layout_names = {
+            key: kind for key, kind in self._layout.tensor_names.items() if key not in _OUTER
+        }
+        names |= {key: name for key in layout_names if (name := self._family_names.get(key))}
+        shapes, layer_names = layer_shapes(self._config, spec), dict[str, _Name]()
+        for key, kind in {**in_file, **layout_names}.items():
             if (name := names.get(key)) is None:
                 continue
-            found[kind] = _Name(name, key, shapes.get(name))
+            layer_names[kind] = _Name(name, key, shapes.get(name))
             if kind.endswith(".weight") and name.endswith(".weight"):
                 bias = name_bias(name)
-                found[name_bias(kind)] = _Name(bias, key, shapes.get(bias))
-        return found
+                layer_names[name_bias(kind)] = _Name(bias, key, shapes.get(bias))
+        return layer_names
 
 
 def _find_piece(names: Mapping[str, str], key: str) -> str | None:

@@ -87,7 +87,7 @@ def load_weights(
         scan_layers=scan_layers,
         formats=formats if formats.is_quantised else None,
     )
-    used = {stored[each.tensor] for some in mappings.values() for each in some}
+    used = {stored[mapping.tensor] for group in mappings.values() for mapping in group}
     total = sum(tensor.format.num_bytes(tensor.shape) for tensor in used)
     with loading_bar(total, is_shown=show_progress) as advance:
         return _build(spec, shapes, CountedTensors(stored, advance), mappings)
@@ -183,7 +183,7 @@ def _open(
     floats = float_type(dtype, config.dtype)
     spec = ModelSpec(model_class, config, floats, config.can_scan_layers, sharding)
     mappings = {name: _map_to_stored(config, name, stored) for name in spec.separate_shapes()}
-    _check_tensors(stored, [each for some in mappings.values() for each in some], config)
+    _check_tensors(stored, [mapping for group in mappings.values() for mapping in group], config)
     return spec, stored, mappings
 
 
@@ -233,8 +233,8 @@ def _check_tensors(
             " The model was saved without its head: use the checkpoint that has it, or set "
             "tie_word_embeddings to true in config.json if the embeddings are the head."
         )
-        rest = advice if missing == [HEAD] else ""
-        raise WeightsError(f"load_weights: {_enumerate(missing)} missing.{rest}")
+        hint = advice if missing == [HEAD] else ""
+        raise WeightsError(f"load_weights: {_enumerate(missing)} missing.{hint}")
     left_over = [
         tensor
         for tensor in stored
@@ -269,5 +269,5 @@ def _is_redundant(name: str, tensor: StoredTensor, config: ModelConfig) -> bool:
 
 
 def _enumerate(tensors: list[str]) -> str:
-    others = f" and {len(tensors) - 1} others are" if len(tensors) > 1 else " is"
-    return tensors[0] + others
+    suffix = f" and {len(tensors) - 1} others are" if len(tensors) > 1 else " is"
+    return tensors[0] + suffix

@@ -111,11 +111,11 @@ def load_checkpoint(
       WeightsError: the checkpoint is damaged, or its arrays do not fit the config.
     """
     path = Path(path).resolve()
-    stored, own = _stored_shapes(path), _read_formats(path, config)
+    stored, saved_formats = _stored_shapes(path), _read_formats(path, config)
     dtype = resolve_dtype("load_checkpoint", dtype, config)
     floats = float_type(dtype, config.dtype)
     was_stacked = any(map(is_stacked, stored))
-    saved = ModelSpec(model_class, config, config.dtype, was_stacked, formats=own)
+    saved = ModelSpec(model_class, config, config.dtype, was_stacked, formats=saved_formats)
     _check_shapes(stored, {name: x.shape for name, x in saved.parameters().items()})
 
     if formats is None:
@@ -127,10 +127,11 @@ def load_checkpoint(
     # If the format of a matrix changes, it is first restored in the saved format, and then
     # converted. Matrices can only be stacked if they have the same format in all layers. If the
     # conversion changes which matrices can be stacked, keep the layers separate until it is done.
-    kept = own.with_floats(floats)
-    stacks = scan_layers and kept.differing == formats.differing
+    restored_formats = saved_formats.with_floats(floats)
+    stacks = scan_layers and restored_formats.differing == formats.differing
     changed = dataclasses.replace(spec, scan_layers=stacks)
-    targets, final = _targets(dataclasses.replace(changed, formats=kept)), _targets(changed)
+    targets = _targets(dataclasses.replace(changed, formats=restored_formats))
+    final = _targets(changed)
     targets = {
         name: target if name in final and final[name].shape == target.shape else _whole(target)
         for name, target in targets.items()
@@ -141,7 +142,7 @@ def load_checkpoint(
         arrays = _restore_in_parts(path, stored, targets)
     with loading_bar(_num_bytes(targets), is_shown=show_progress) as advance:
         counted = _counted(arrays, advance)
-        by_name = dict(_change_formats(counted, kept, formats, final))
+        by_name = dict(_change_formats(counted, restored_formats, formats, final))
 
     def find(name: str, shape: Shape, _: Any) -> jax.Array:
         if name in by_name:
@@ -186,7 +187,10 @@ def find_saved_formats(
         return MatrixFormats(WeightFormat(dtype))
     formats = _read_formats(Path(path), config).with_floats(dtype)
     store = weight_store(platform)
-    if all(store.stored_format(each, num_devices) == each for each in formats.all_formats):
+    if all(
+        store.stored_format(saved_format, num_devices) == saved_format
+        for saved_format in formats.all_formats
+    ):
         return formats
     return MatrixFormats.create(
         {
@@ -230,8 +234,8 @@ def _whole(target: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             sharding.shard_shape(target.shape)
     except ValueError:
         assert isinstance(sharding, NamedSharding)
-        whole = NamedSharding(sharding.mesh, PartitionSpec())
-        return jax.ShapeDtypeStruct(target.shape, target.dtype, sharding=whole)
+        replicated = NamedSharding(sharding.mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct(target.shape, target.dtype, sharding=replicated)
     return target
 
 
@@ -315,17 +319,17 @@ def _change_formats(
         if not is_matrix(matrix) or source[matrix] == target[matrix]:
             yield name, array
             continue
-        own = parts.setdefault(matrix, {})
-        own[name.removeprefix(matrix)] = array
-        if len(own) < len(source[matrix].shapes((1, 32))):
+        matrix_arrays = parts.setdefault(matrix, {})
+        matrix_arrays[name.removeprefix(matrix)] = array
+        if len(matrix_arrays) < len(source[matrix].shapes((1, 32))):
             continue
         del array
         names = [matrix + suffix for suffix in ("", *SUFFIXES) if matrix + suffix in targets]
-        places = tuple(targets[each].sharding for each in names)
+        places = tuple(targets[name].sharding for name in names)
         change = _changer(source[matrix], target[matrix], is_stacked(matrix), places)
-        given = parts.pop(matrix)
-        results = change(WeightArrays(*(given.get(suffix) for suffix in ("", *SUFFIXES))))
-        del given, own
+        stored_arrays = parts.pop(matrix)
+        results = change(WeightArrays(*(stored_arrays.get(suffix) for suffix in ("", *SUFFIXES))))
+        del stored_arrays, matrix_arrays
         yield from zip(names, results, strict=True)
 
 
@@ -359,13 +363,13 @@ def _convert(
     for kind in sorted({name.split(".")[-1] for name in targets.keys() - outside.keys()}):
         stack, layers = f"layers.{kind}", [f"layers.{i}.{kind}" for i in range(num_layers)]
         if stack in stored:
-            whole = _restore(path, stored, {stack: _stacked(targets[layers[0]], num_layers)})
+            stacked = _restore(path, stored, {stack: _stacked(targets[layers[0]], num_layers)})
             shardings = tuple(targets[name].sharding for name in layers)
-            split = jax.jit(tuple, out_shardings=shardings)(whole.pop(stack))
+            split = jax.jit(tuple, out_shardings=shardings)(stacked.pop(stack))
             yield from zip(layers, split, strict=True)
         else:
-            parts = _restore(path, stored, dict.fromkeys(layers, _unstacked(targets[stack])))
-            yield stack, _join([parts.pop(name) for name in layers], targets[stack].sharding)
+            layer_arrays = _restore(path, stored, dict.fromkeys(layers, _unstacked(targets[stack])))
+            yield stack, _join([layer_arrays.pop(name) for name in layers], targets[stack].sharding)
 
 
 def _join(layers: list[jax.Array], sharding: jax.sharding.Sharding | None) -> jax.Array:

@@ -87,8 +87,8 @@ def from_pretrained(
         if scan_layers and _device(config, sharding).platform == "tpu":
             # On TPUs, XLA would copy quantised matrices out of the stack of layers in every step.
             options: Any = {"dtype": dtype, "dequantise": dequantise}
-            found = formats or read_formats(model_class, folder, config, **options)
-            scan_layers = found is None or not found.is_quantised
+            planned_formats = formats or read_formats(model_class, folder, config, **options)
+            scan_layers = planned_formats is None or not planned_formats.is_quantised
     load: Callable[..., Model] = load_checkpoint
     if not is_checkpoint(folder):
         load = functools.partial(load_weights, backend=backend)
@@ -198,7 +198,7 @@ def _plan_formats(
         format: WeightFormat | str = floats
         # A matrix may consist of several tensors. If only some of them are quantised, the matrix is
         # loaded as floats.
-        if stored[0] is not None and all(each == stored[0] for each in stored):
+        if stored[0] is not None and all(tensor_format == stored[0] for tensor_format in stored):
             num_parts = num_devices if divides_inputs(spec.config, name) else 1
             format = stored[0].planned
             if math.gcd(format.group_size or shape[-1], shape[-1]) == shape[-1]:

@@ -99,11 +99,11 @@ def name_tensors(
         together.
     """
     named: dict[str, StoredTensor] = {}
-    tensors = [each for each in tensors if standard_name(config, each.name) is not None]
+    tensors = [tensor for tensor in tensors if standard_name(config, tensor.name) is not None]
     tensors = _without_kv_scales(tensors)
     if quantisation is not None:
         tensors = combine_quantised(tensors, quantisation)
-    elif quantised := [each.name for each in tensors if is_quantised_name(each.name)]:
+    elif quantised := [tensor.name for tensor in tensors if is_quantised_name(tensor.name)]:
         raise WeightsError(
             f"load_weights: {quantised[0]} belongs to a quantised matrix, but config.json has no "
             "quantization_config. Use the config.json of the same checkpoint."
@@ -133,15 +133,16 @@ def _join_convolutions(named: dict[str, StoredTensor], config: ModelConfig) -> N
         separate, fused = (
             list(map_parameter(config, name, experts=layout)) for layout in ("family", "fused")
         )
-        found = tuple(named[each.tensor] for each in separate if each.tensor in named)
-        is_joined = len({each.tensor for each in fused}) == 1 and len(found) == len(separate)
+        tensors = tuple(named[mapping.tensor] for mapping in separate if mapping.tensor in named)
+        fused_names = {mapping.tensor for mapping in fused}
+        is_joined = len(fused_names) == 1 and len(tensors) == len(separate)
         if len(separate) < 2 or separate == fused or not is_joined:
             continue
-        if [each.shape for each in found] != [each.shape for each in separate]:
-            joined = JoinedTensor.of_pieces(fused[0].tensor, found)
+        if [tensor.shape for tensor in tensors] != [mapping.shape for mapping in separate]:
+            joined = JoinedTensor.of_pieces(fused[0].tensor, tensors)
             if joined.shape == fused[0].shape:
-                for each in separate:
-                    del named[each.tensor]
+                for mapping in separate:
+                    del named[mapping.tensor]
                 named[joined.name] = joined
 
 
@@ -191,11 +192,11 @@ def check_counts(
         _check_count("num_experts", num_experts, experts)
 
 
-def _check_count(key: str, wanted: int, found: list[int]) -> None:
-    if max(found, default=0) < wanted:
+def _check_count(key: str, count: int, counts: list[int]) -> None:
+    if max(counts, default=0) < count:
         raise WeightsError(
-            f"load_weights: {key} must be at most {max(found, default=0)}, because the weight "
-            f"files contain no more, got {wanted}. Download the missing files, or correct "
+            f"load_weights: {key} must be at most {max(counts, default=0)}, because the weight "
+            f"files contain no more, got {count}. Download the missing files, or correct "
             "config.json (in a GGUF file: its metadata)."
         )
 
@@ -275,12 +276,12 @@ def _explain_missing(folder: Path) -> str:
 
 
 def _without_kv_scales(tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
-    others = [tensor for tensor in tensors if not _KV_SCALES.search(tensor.name)]
-    if len(others) < len(tensors):
-        scale = next(each for each in tensors if _KV_SCALES.search(each.name))
+    used = [tensor for tensor in tensors if not _KV_SCALES.search(tensor.name)]
+    if len(used) < len(tensors):
+        scale = next(tensor for tensor in tensors if _KV_SCALES.search(tensor.name))
         warnings.warn(
             f"{scale.path}: the scales for a quantised KV cache, such as {scale.name}, are not "
             "used. Caches of 8 bits compute a scale for each token (kv_cache_dtype).",
             stacklevel=3,
         )
-    return others
+    return used

@@ -59,13 +59,17 @@ class QuantisedWriter:
           dtype: float dtype of the embeddings and the output head in the files.
         """
         format, tensor = self._formats[name], mappings[0].tensor
-        given = (self._parameters.get(name + suffix) for suffix in ("", *SUFFIXES))
-        whole = (None if each is None else np.asarray(each) for each in given)
+        parameters = (self._parameters.get(name + suffix) for suffix in ("", *SUFFIXES))
+        host_arrays = (
+            None if parameter is None else np.asarray(parameter) for parameter in parameters
+        )
         module = tensor.removesuffix(".weight")
         if mappings[0].axes is not None:
-            arrays = WeightArrays(*(x if x is None else expert_rows(x, mappings) for x in whole))
+            arrays = WeightArrays(
+                *(x if x is None else expert_rows(x, mappings) for x in host_arrays)
+            )
             return self._keep(tensor, _encode_experts(tensor, arrays, format))
-        arrays = WeightArrays(*(x if x is None else rows_of(x, mappings) for x in whole))
+        arrays = WeightArrays(*(x if x is None else rows_of(x, mappings) for x in host_arrays))
         arrays, format = convert(arrays, format, format.widened), format.widened
         if name in ("embed_tokens", "lm_head"):
             self._floats.add(module)
@@ -86,20 +90,20 @@ class QuantisedWriter:
         if not self._modules:
             return {}
         ignored = {*floats, *self._floats}
-        others = {
+        compressed = {
             name: format
             for name, format in self._modules.items()
             if not isinstance(format, Mxfp4ExpertsFormat)
         }
-        if not others:
+        if not compressed:
             return {"quantization_config": Mxfp4Codec().write_config(ignored)}
-        if len(others) < len(self._modules):
-            kinds = {_COMPRESSED.name_of(format) for format in others.values()}
+        if len(compressed) < len(self._modules):
+            kinds = {_COMPRESSED.name_of(format) for format in compressed.values()}
             raise SaveError(
                 "save_weights: if the experts have the format mxfp4, other matrices must not be "
                 f"quantised, got {', '.join(sorted(kinds))}. {SAVE_ADVICE}"
             )
-        return {"quantization_config": _COMPRESSED.write_config(others, ignored)}
+        return {"quantization_config": _COMPRESSED.write_config(compressed, ignored)}
 
 
 def _encode_experts(tensor: str, arrays: WeightArrays, format: WeightFormat) -> EncodedModule:
@@ -121,8 +125,8 @@ def expert_rows(array: np.ndarray, mappings: list[TensorMapping]) -> np.ndarray:
     (mapping,) = mappings
     assert mapping.axes is not None
     split, (*row_axes, in_axis) = mapping.split_shape or mapping.shape, mapping.axes
-    kept = [axis for axis in range(len(split)) if axis != in_axis]
-    order = np.argsort([kept.index(axis) for axis in row_axes]).tolist()
+    out_axes = [axis for axis in range(len(split)) if axis != in_axis]
+    order = np.argsort([out_axes.index(axis) for axis in row_axes]).tolist()
     box = array[mapping.box[:-1]].reshape(*(split[axis] for axis in row_axes), array.shape[-1])
     box = box.transpose(*order, len(row_axes))
     return np.ascontiguousarray(box).reshape(split[0], -1, array.shape[-1])
@@ -136,7 +140,7 @@ def rows_of(array: np.ndarray, mappings: list[TensorMapping]) -> np.ndarray:
       mappings: the parameter's mappings to this tensor. Their field `axes` must be None.
     """
     parts = []
-    for mapping in sorted(mappings, key=lambda each: each.first_row):
+    for mapping in sorted(mappings, key=lambda mapping: mapping.first_row):
         columns = array.shape[-1]
         narrow = dataclasses.replace(
             mapping,

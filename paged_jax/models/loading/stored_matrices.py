@@ -74,11 +74,11 @@ class StoredMatrix:
         """
         starts, stops = _bounds(rows, self.shape[:-1])
         read = self._keep if self.is_kept else self._quantise
-        for place, index, arrays in read(starts, stops):
-            out.values[place][index] = arrays.values[..., columns]
-            for whole, part in ((out.scales, arrays.scales), (out.mins, arrays.mins)):
-                if whole is not None:
-                    whole[place][index] = part
+        for out_index, index, arrays in read(starts, stops):
+            out.values[out_index][index] = arrays.values[..., columns]
+            for output, piece in ((out.scales, arrays.scales), (out.mins, arrays.mins)):
+                if output is not None:
+                    output[out_index][index] = piece
             if out.order is not None:
                 out.order[...] = arrays.order
         layout = self.format.layout
@@ -103,28 +103,29 @@ class StoredMatrix:
         """Yield quantised arrays of the files, converted to the matrix's format without rounding.
 
         Yields:
-          Triples ``(place, index, arrays)``, to be written as ``out[place][index] = arrays``. The
-          first element of `out` is the element of the matrix at `starts`.
+          Triples ``(out_index, index, arrays)``, to be written as
+          ``out[out_index][index] = arrays``. The first element of `out` is the element of the
+          matrix at `starts`.
         """
-        for mapping, part, place in _overlaps(self.mappings, starts, stops):
+        for mapping, part, out_index in _overlaps(self.mappings, starts, stops):
             tensor = self.stored[mapping.tensor]
             read = _read_rows if mapping.axes is None else _read_transposed_rows
             for index, arrays in read(tensor, mapping, part):
-                yield place, index, convert(arrays, tensor.format, self.format.plain)
+                yield out_index, index, convert(arrays, tensor.format, self.format.plain)
 
     def _quantise(self, starts: Shape, stops: Shape) -> Iterator[tuple[Index, Any, WeightArrays]]:
         """Quantise floats of the files, from `starts` to `stops` in all dimensions but the last.
 
         Yields:
-          Triples ``(place, index, arrays)`` as in `_keep`.
+          Triples ``(out_index, index, arrays)`` as in `_keep`.
         """
         step = max(1, READ_ELEMENTS // math.prod(self.shape[1:]))
         for first in range(starts[0], stops[0], step):
             last = min(first + step, stops[0])
             rows = (slice(first, last), *map(slice, starts[1:], stops[1:]), slice(None))
             floats = read_box(self.stored, self.mappings, self.shape, rows, np.dtype(np.float32))
-            place = (slice(first - starts[0], last - starts[0]),)
-            yield place, (), quantise_on_host(floats, self.format)
+            out_index = (slice(first - starts[0], last - starts[0]),)
+            yield out_index, (), quantise_on_host(floats, self.format)
 
 
 def _read_rows(
@@ -148,22 +149,22 @@ def _read_transposed_rows(
     """
     assert mapping.axes is not None and mapping.axes[0] == 0
     split, (*row_axes, in_axis) = mapping.split_shape or mapping.shape, mapping.axes
-    kept = [axis for axis in range(len(split)) if axis != in_axis]
-    axes = [kept.index(axis) for axis in row_axes]
+    out_axes = [axis for axis in range(len(split)) if axis != in_axis]
+    axes = [out_axes.index(axis) for axis in row_axes]
     lead = len(mapping.box_shape) - len(mapping.axes)
 
     def to_rows(array: np.ndarray | None) -> np.ndarray | None:
         if array is None:
             return None
-        array = array.reshape(1, *(split[axis] for axis in kept[1:]), array.shape[-1])
+        array = array.reshape(1, *(split[axis] for axis in out_axes[1:]), array.shape[-1])
         return array.transpose(*axes, len(axes))[0][part[lead + 1 :]]
 
-    for place, expert in enumerate(range(part[lead].start, part[lead].stop)):
+    for position, expert in enumerate(range(part[lead].start, part[lead].stop)):
         arrays = tensor.read_arrays(slice(expert, expert + 1))
         in_rows = WeightArrays(
             to_rows(arrays.values), to_rows(arrays.scales), to_rows(arrays.mins), arrays.order
         )
-        yield (0,) * lead + (place,), in_rows
+        yield (0,) * lead + (position,), in_rows
 
 
 def read_box(
@@ -179,8 +180,8 @@ def read_box(
     """
     starts, stops = _bounds(index, shape)
     out = aligned_empty(tuple(np.subtract(stops, starts).tolist()), dtype)
-    for mapping, part, place in _overlaps(mappings, starts, stops):
-        _read_tensor(stored[mapping.tensor], mapping, part, out[place])
+    for mapping, part, out_index in _overlaps(mappings, starts, stops):
+        _read_tensor(stored[mapping.tensor], mapping, part, out[out_index])
     return out
 
 
@@ -206,18 +207,18 @@ def _read_transposed(
     """Do the same as `_read_tensor` for a mapping with `axes`, one expert at a time."""
     assert mapping.axes is not None and mapping.axes[0] == 0
     lead = len(mapping.box_shape) - len(mapping.axes)
-    num_experts, *others = mapping.split_shape or mapping.shape
+    num_experts, *expert_shape = mapping.split_shape or mapping.shape
     # 1, unless the rows of all experts are one dimension of the tensor.
     rows = mapping.shape[0] // num_experts
-    one = dataclasses.replace(
+    expert_mapping = dataclasses.replace(
         mapping,
         shape=(rows, *mapping.shape[1:]),
-        split_shape=(1, *others),
+        split_shape=(1, *expert_shape),
         box_shape=(1, *mapping.box_shape[lead + 1 :]),
     )
-    for place, index in enumerate(range(part[lead].start, part[lead].stop)):
+    for position, index in enumerate(range(part[lead].start, part[lead].stop)):
         values = tensor.read((slice(index * rows, (index + 1) * rows),), out.dtype)
-        out[(0,) * lead + (place,)] = one.to_box(values)[0][part[lead + 1 :]]
+        out[(0,) * lead + (position,)] = expert_mapping.to_box(values)[0][part[lead + 1 :]]
 
 
 def _runs_of_rows(
@@ -345,21 +346,23 @@ class MatrixReader:
         layers, rows = rows[0], rows[1:]
         kind = matrix.removeprefix("layers.")
         names = [name for name in self._matrices if name.endswith(f".{kind}")]
-        numbers = range(*layers.indices(len(names)))
-        out = _empty(first, (len(numbers),), rows, columns)
+        layer_indices = range(*layers.indices(len(names)))
+        out = _empty(first, (len(layer_indices),), rows, columns)
 
-        def read_layer(place: int) -> None:
-            part = WeightArrays(*(None if each is None else each[place] for each in out))
-            self._matrices[f"layers.{numbers[place]}.{kind}"].read_into(part, rows, columns)
+        def read_layer(position: int) -> None:
+            layer_out = WeightArrays(*(None if array is None else array[position] for array in out))
+            self._matrices[f"layers.{layer_indices[position]}.{kind}"].read_into(
+                layer_out, rows, columns
+            )
 
         if not first.is_kept:  # quantisation uses all cores by itself
-            for place in range(len(numbers)):
-                read_layer(place)
+            for position in range(len(layer_indices)):
+                read_layer(position)
             return out
         # NumPy releases the GIL while it reads and copies.
         num_threads = min(os.cpu_count() or 1, _MAX_THREADS)
         with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
-            list(threads.map(read_layer, range(len(numbers))))
+            list(threads.map(read_layer, range(len(layer_indices))))
         return out
 
 
@@ -371,7 +374,9 @@ def _empty(
     `layers` is empty, or contains the number of stacked layers.
     """
     *outputs, num_inputs = matrix.shape
-    sizes = (len(range(*each.indices(size))) for each, size in zip(rows, outputs, strict=True))
+    sizes = (
+        len(range(*row_slice.indices(size))) for row_slice, size in zip(rows, outputs, strict=True)
+    )
     shapes = matrix.format.shapes((*sizes, num_inputs))
     (*out, width), dtype = shapes["values"]
     shapes["values"] = (*out, len(range(*columns.indices(width)))), dtype
@@ -380,4 +385,4 @@ def _empty(
 
 
 def _key(rows: list[slice]) -> tuple[tuple[int | None, int | None], ...]:
-    return tuple((each.start, each.stop) for each in rows)
+    return tuple((row_slice.start, row_slice.stop) for row_slice in rows)

@@ -126,8 +126,10 @@ class StoredTensor:
         return self.read_raw(index)
 
 
-def read_elements(tensor: StoredTensor, place: int, dtype: np.dtype, count: int) -> np.ndarray:
-    """Read `count` elements that begin `place` bytes after the first byte of a tensor.
+def read_elements(
+    tensor: StoredTensor, byte_offset: int, dtype: np.dtype, count: int
+) -> np.ndarray:
+    """Read `count` elements that begin `byte_offset` bytes after the first byte of a tensor.
 
     The file is not mapped into memory, because mapped pages count as memory of the process, and
     because the process would crash if a mapped file became shorter.
@@ -136,7 +138,7 @@ def read_elements(tensor: StoredTensor, place: int, dtype: np.dtype, count: int)
       WeightsError: the file cannot be read, or is too short.
     """
     try:
-        values = np.fromfile(tensor.path, dtype, count, offset=tensor.offset + place)
+        values = np.fromfile(tensor.path, dtype, count, offset=tensor.offset + byte_offset)
     except OSError as error:
         raise WeightsError(
             f"load_weights: cannot read {tensor.name} from {tensor.path}: {error}."
@@ -201,8 +203,8 @@ class QuantisedTensor(StoredTensor):
         raise NotImplementedError
 
     def _read(self, index: tuple[slice, ...]) -> np.ndarray:
-        rows, *others = index or (slice(None),)
-        return self._dequantise(rows)[(slice(None), *others)]
+        rows, *columns = index or (slice(None),)
+        return self._dequantise(rows)[(slice(None), *columns)]
 
     def _dequantise(self, rows: slice) -> np.ndarray:
         """Return rows in float32, with the same rounding as the tool that defines the format."""

@@ -58,11 +58,11 @@ def map_parameter(
       model.layers.0.mlp.gate_proj.weight (32, 16) (1, 32, 16) (0, 0, 0)
       model.layers.0.mlp.up_proj.weight (32, 16) (1, 32, 16) (1, 0, 0)
     """
-    scope, _, rest = name.partition(".")
+    scope, _, parameter_path = name.partition(".")
     if scope != "layers":
         yield from _model_mappings(config)[name]
         return
-    *index, kind = rest.split(".")  # ["3", "qkv_proj"], or ["qkv_proj"] for all layers
+    *index, kind = parameter_path.split(".")  # ["3", "qkv_proj"], or ["qkv_proj"] for all layers
     for layer in [int(index[0])] if index else range(config.num_hidden_layers):
         for mapping in _layer_mappings(config, config.layers[layer], experts)[kind]:
             tensor = f"model.layers.{layer}.{mapping.tensor}"
@@ -100,8 +100,10 @@ def map_to_available(
     for layout in get_args(ExpertLayout):
         mappings = list(map_parameter(config, name, experts=layout))
         family = family or mappings
-        if all(each.tensor in tensors for each in mappings):
-            if shape_of is None or all(shape_of(each.tensor) == each.shape for each in mappings):
+        if all(mapping.tensor in tensors for mapping in mappings):
+            if shape_of is None or all(
+                shape_of(mapping.tensor) == mapping.shape for mapping in mappings
+            ):
                 return mappings
             available = available or mappings
     return available or family
@@ -124,12 +126,12 @@ def standard_name(config: ModelConfig, name_in_file: str) -> str | None:
     name = _rename_prefix({} if family is None else family.prefixes, name_in_file)
     for part, replacement in (family.renamed if family and name else {}).items():
         name = name and name.replace(part, replacement)
-    if name is None or (found := _LAYER.fullmatch(name)) is None:
+    if name is None or (match := _LAYER.fullmatch(name)) is None:
         return name
-    layer, rest = int(found[1]), found[2]
+    layer, path = int(match[1]), match[2]
     if layer >= config.num_hidden_layers:
         return None if family is not None and family.has_draft_layers else name
-    return None if config.kv_sources[layer] != layer and _OF_KV.match(rest) else name
+    return None if config.kv_sources[layer] != layer and _OF_KV.match(path) else name
 
 
 def _rename_prefix(prefixes: Mapping[str, str | None], name_in_file: str) -> str | None:
@@ -165,7 +167,7 @@ def layer_shapes(config: ModelConfig, spec: LayerSpec) -> Mapping[str, Shape]:
     Tensors of the layout "separate" are included, see `ExpertLayout`.
     """
     mappings = _layer_mappings(config, spec, "separate").values()
-    return {each.tensor: each.shape for some in mappings for each in some}
+    return {mapping.tensor: mapping.shape for group in mappings for mapping in group}
 
 
 def _model_mappings(config: ModelConfig) -> Mapping[str, Mappings]:
@@ -214,5 +216,5 @@ def _family_tensors(config: ModelConfig, experts: ExpertLayout = "family") -> Ma
         return family.tensor_names
     tensors = dict(family.tensor_names)
     for part, replacement in family.in_memory.items():
-        tensors = {name: each.replace(part, replacement) for name, each in tensors.items()}
+        tensors = {name: tensor.replace(part, replacement) for name, tensor in tensors.items()}
     return tensors
