@@ -216,9 +216,9 @@ class Attention(AttentionPart):
             if self.norm.scope == "head":
                 norms = {name: vector(D, initial=initial) for name in ("q_norm", "k_norm")}
             else:
-                whole, copied = ((None, False),), ((None, True),)
+                divided, copied = ((None, False),), ((None, True),)
                 norms = {
-                    "q_norm": vector(K, H // K, D, initial=initial, divided=3, pieces=whole),
+                    "q_norm": vector(K, H // K, D, initial=initial, divided=3, pieces=divided),
                     "k_norm": vector(K, D, initial=initial, divided=2, pieces=copied),
                 }
             if not self.num_kv_rows:
@@ -321,8 +321,8 @@ class Attention(AttentionPart):
         if self.norm is None:
             return None
         if not self.norm.has_weight:
-            one = jnp.ones(self.head_dim, jnp.float32)
-            return one, one
+            unit_weight = jnp.ones(self.head_dim, jnp.float32)
+            return unit_weight, unit_weight
         q_norm = call.vector("q_norm")
         k_norm = call.vector("k_norm") if self.num_kv_rows else q_norm
         return self.norm.norm.factor(q_norm), self.norm.norm.factor(k_norm)
@@ -373,8 +373,8 @@ class Attention(AttentionPart):
         order = self.rope and self._row_order
         weight = weight if order is None else weight[..., np.array(order)]
         normalise = layer_norm if self.norm.norm.kind == "layer" else rms_norm
-        one = jnp.ones(D, jnp.float32)
-        normed = normalise(x, one, self.norm.norm.eps, num_heads=num_heads, backend=backend)
+        unit_weight = jnp.ones(D, jnp.float32)
+        normed = normalise(x, unit_weight, self.norm.norm.eps, num_heads=num_heads, backend=backend)
         return normed * expand(weight.reshape(num_heads, D), x.ndim)
 
     @property

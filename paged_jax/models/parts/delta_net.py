@@ -111,9 +111,9 @@ class GatedDeltaNet(Mixer):
         beta = jax.nn.sigmoid(gates[..., :G]) * (2 if self.has_negative_eigenvalues else 1)
         decay = log_decay(call, add_bias(gates[..., G:], float32(call, "mixer_time")))
 
-        def run(qkv: jax.Array, others: Arrays, state: Any, num_tokens: jax.Array) -> Any:
+        def run(qkv: jax.Array, unconvolved: Arrays, state: Any, num_tokens: jax.Array) -> Any:
             B, T = qkv.shape[:2]
-            qkv, (beta, decay) = qkv.reshape(B, T, K, -1), others
+            qkv, (beta, decay) = qkv.reshape(B, T, K, -1), unconvolved
             return delta_rule(
                 normalise(qkv[..., :D], call.backend) * D**-0.5,
                 normalise(qkv[..., D : 2 * D], call.backend),

@@ -96,10 +96,10 @@ class Router:
     scales_inputs: bool = False
 
     def __post_init__(self) -> None:
-        for name, known in (("scores", ("softmax", "sigmoid")), ("group_score", ("max", "top2"))):
-            if (value := getattr(self, name)) not in known:
+        for name, choices in (("scores", ("softmax", "sigmoid")), ("group_score", ("max", "top2"))):
+            if (value := getattr(self, name)) not in choices:
                 raise UnsupportedConfigError(
-                    f"Router: {name} must be one of {', '.join(known)}, got {value!r}."
+                    f"Router: {name} must be one of {', '.join(choices)}, got {value!r}."
                 )
         if not 1 <= self.num_chosen_groups <= self.num_groups:
             raise ValueError(
@@ -504,25 +504,25 @@ def route(
     """
     X = logits.shape[1]
     first, num_local = (0, X) if local_experts is None else local_experts
-    numbers = jnp.arange(X, dtype=jnp.int32) - first
-    numbers = jnp.where((numbers >= 0) & (numbers < num_local), numbers, num_local)[None]
+    local_ids = jnp.arange(X, dtype=jnp.int32) - first
+    local_ids = jnp.where((local_ids >= 0) & (local_ids < num_local), local_ids, num_local)[None]
     if is_token is not None:
-        numbers = jnp.where(is_token[:, None], numbers, num_local)
+        local_ids = jnp.where(is_token[:, None], local_ids, num_local)
     bias, scale = arrays or (None, None)
-    others = () if scale is None else (scale.astype(jnp.float32)[None],)
+    factors = () if scale is None else (scale.astype(jnp.float32)[None],)
 
     if router.follows_logits:
-        experts, top, *others = _choose(logits, num_chosen, numbers, logits, *others)
+        experts, top, *factors = _choose(logits, num_chosen, local_ids, logits, *factors)
         weights = _weights_of_logits(logits, top, router, backend, renormalise=renormalise)
     else:
         scores = _scores(logits, router, backend)
         keys = _keys(scores, router, bias)
-        experts, weights, *others = _choose(keys, num_chosen, numbers, scores, *others)
+        experts, weights, *factors = _choose(keys, num_chosen, local_ids, scores, *factors)
         if renormalise:
             weights = weights / (_sum_in_order(weights[..., None]) + router.epsilon)
     if router.factor != 1:
         weights = weights * router.factor
-    for factor in others:
+    for factor in factors:
         weights = weights * factor
     return Routes(experts, weights)
 
@@ -632,8 +632,8 @@ def apply_experts(
     k = routes.experts.shape[1]
     X = weights.gate_up_proj.shape[0]
     order, places = sort_by_expert(routes.experts)
-    numbers = jnp.arange(X, dtype=jnp.int32)[:, None, None]
-    sizes = jnp.sum(routes.experts[None] == numbers, axis=(1, 2), dtype=jnp.int32)
+    expert_ids = jnp.arange(X, dtype=jnp.int32)[:, None, None]
+    sizes = jnp.sum(routes.experts[None] == expert_ids, axis=(1, 2), dtype=jnp.int32)
     expert = jnp.minimum(routes.experts.reshape(-1)[order], X - 1)
 
     def project(rows: jax.Array, w: Matrix, bias: jax.Array | None) -> jax.Array:
@@ -712,13 +712,15 @@ def _all_experts(
       merged: index of a dimension of `split` that the file merges with the next dimension; None if
         the file merges no dimensions.
     """
-    shape, whole = tuple(split[axis] for axis in axes), None
+    shape, split_shape = tuple(split[axis] for axis in axes), None
     if merged is not None:
-        split, whole = (
+        split, split_shape = (
             (*split[:merged], math.prod(split[merged : merged + 2]), *split[merged + 2 :]),
             split,
         )
-    return (TensorMapping(tensor, split, shape, (0,) * len(shape), axes=axes, split_shape=whole),)
+    return (
+        TensorMapping(tensor, split, shape, (0,) * len(shape), axes=axes, split_shape=split_shape),
+    )
 
 
 def _transposed_experts(gate_up: str, down: str, split: tuple[int, ...]) -> dict[str, Mappings]:

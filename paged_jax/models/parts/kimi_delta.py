@@ -79,10 +79,10 @@ class KimiDelta(Mixer):
         decay = log_decay(call, add_bias(steps, float32(call, "mixer_time")))
         gate = jax.nn.sigmoid(call.linear(low[..., D:], "mixer_gate_proj"))
 
-        def run(qkv: jax.Array, others: Arrays, state: Any, num_tokens: jax.Array) -> Any:
+        def run(qkv: jax.Array, unconvolved: Arrays, state: Any, num_tokens: jax.Array) -> Any:
             B, T = qkv.shape[:2]
             q, k, v = jnp.moveaxis(qkv.reshape(B, T, K, 3, D), 3, 0)
-            beta, decay = others
+            beta, decay = unconvolved
             return delta_rule(
                 normalise(q, call.backend) * D**-0.5,
                 normalise(k, call.backend),

@@ -85,8 +85,12 @@ class LatentSizes(NamedTuple):
 
     def num_features(self, num_heads: int) -> int:
         """Return the number of activations per token in attention, for memory estimates."""
-        kept = self.kv_lora_rank + self.qk_rope_head_dim
-        return num_heads * (self.query_dim + kept + self.kv_lora_rank) + self.q_lora_rank + kept
+        cached_dim = self.kv_lora_rank + self.qk_rope_head_dim
+        return (
+            num_heads * (self.query_dim + cached_dim + self.kv_lora_rank)
+            + self.q_lora_rank
+            + cached_dim
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -102,13 +102,13 @@ def _initial_filters(rngs: "nnx.Rngs", shape: Shape, dtype: DTypeLike) -> jax.Ar
 
 # The parameters of the decay are always float32, because their errors accumulate in the state.
 _VECTORS: Mapping[str, Callable[..., Parameter]] = {
-    "mixer_decay": lambda *shape, **rest: vector(
-        *shape, initial=_initial_decay, dtype="float32", **rest
+    "mixer_decay": lambda *shape, **kwargs: vector(
+        *shape, initial=_initial_decay, dtype="float32", **kwargs
     ),
-    "mixer_time": lambda *shape, **rest: vector(
-        *shape, initial=_initial_time, dtype="float32", **rest
+    "mixer_time": lambda *shape, **kwargs: vector(
+        *shape, initial=_initial_time, dtype="float32", **kwargs
     ),
-    "mixer_conv": lambda *shape, **rest: vector(*shape, initial=_initial_filters, **rest),
+    "mixer_conv": lambda *shape, **kwargs: vector(*shape, initial=_initial_filters, **kwargs),
 }
 
 
@@ -196,7 +196,9 @@ class Mixer(Part):
                 **options,
             )
         initial = zeros if name.endswith("_bias") else ones
-        make = _VECTORS.get(name, lambda *shape, **rest: vector(*shape, initial=initial, **rest))
+        make = _VECTORS.get(
+            name, lambda *shape, **kwargs: vector(*shape, initial=initial, **kwargs)
+        )
         return make(*shape, **options)
 
     def tensors(
@@ -210,12 +212,13 @@ class Mixer(Part):
         del layout
         mappings: dict[str, Mappings] = {}
         for name, shape in self.shapes(hidden_size).items():
-            rest = shape[1:] if len(shape) == 4 else ()  # files flatten vectors that are not 4-D
+            # Files flatten vectors that are not 4-D.
+            inner_shape = shape[1:] if len(shape) == 4 else ()
             if name == "mixer_conv" or name.endswith("_proj"):
-                rest = shape[-1:] if name.endswith("_proj") else shape[-2:]
+                inner_shape = shape[-1:] if name.endswith("_proj") else shape[-2:]
             if name in names:
-                rows = math.prod(shape) // math.prod(rest)
-                mappings[name] = (map_tensor(names[name], (rows, *rest), shape),)
+                rows = math.prod(shape) // math.prod(inner_shape)
+                mappings[name] = (map_tensor(names[name], (rows, *inner_shape), shape),)
                 continue
             K, first, boxes = shape[0], 0, []
             of_all = names.get(f"{name}.*", "")
@@ -225,12 +228,14 @@ class Mixer(Part):
             ]
             for index, (tensor, rows) in enumerate(pieces):
                 before, total = (
-                    K * sum(each for other, each in some if other == tensor)
-                    for some in (pieces[:index], pieces)
+                    K * sum(num_rows for piece_tensor, num_rows in subset if piece_tensor == tensor)
+                    for subset in (pieces[:index], pieces)
                 )
-                start = (0, first, *[0] * len(rest))
-                box = (K, rows, *rest)
-                boxes.append(map_tensor(tensor, (total, *rest), box, start, first_row=before))
+                start = (0, first, *[0] * len(inner_shape))
+                box = (K, rows, *inner_shape)
+                boxes.append(
+                    map_tensor(tensor, (total, *inner_shape), box, start, first_row=before)
+                )
                 first += rows
             mappings[name] = tuple(boxes)
         return mappings
@@ -259,7 +264,9 @@ class Mixer(Part):
         """
         pieces = dict(self._pieces)
         biases = {"mixer_in_proj": "mixer_in_bias", "mixer_conv": "mixer_conv_bias"}
-        return pieces | {biases[name]: each for name, each in pieces.items() if name in biases}
+        return pieces | {
+            biases[name]: piece_rows for name, piece_rows in pieces.items() if name in biases
+        }
 
     @property
     def _pieces(self) -> Mapping[str, NamedPieces]:
@@ -340,7 +347,7 @@ class Mixer(Part):
             out, state = run(activated, inputs[1:], states[1], num_tokens)
             return out.reshape(*out.shape[:2], -1), (conv, state)
 
-        flat = tuple(each.reshape(*each.shape[:-2], -1) for each in inputs)
+        flat = tuple(x.reshape(*x.shape[:-2], -1) for x in inputs)
         return Recurrence(flat, advance, self.states, takes_rows=True)
 
     def convolution_bias(self, call: LayerCall) -> jax.Array | None:

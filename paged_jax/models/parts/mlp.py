@@ -118,18 +118,18 @@ class Dense(Part):
         E, F = hidden_size, self.features
         mappings: dict[str, Mappings] = {}
         halves = ("gate_proj", "up_proj")[-self.activation.num_projections :]
-        for kind, rest in ("proj", (E,)), ("bias", ()):
+        for kind, in_shape in ("proj", (E,)), ("bias", ()):
             rename = name_bias if kind == "bias" else str
             if "gate_up_proj" in names and layout != "separate":
                 fused = rename(names["gate_up_proj"])
-                gate_up = (map_tensor(fused, (2 * F, *rest), (2, F, *rest)),)
+                gate_up = (map_tensor(fused, (2 * F, *in_shape), (2, F, *in_shape)),)
             else:
                 gate_up = tuple(
                     map_tensor(
                         rename(names[half]),
-                        (F, *rest),
-                        (1, F, *rest),
-                        (index, 0, 0)[: 2 + len(rest)],
+                        (F, *in_shape),
+                        (1, F, *in_shape),
+                        (index, 0, 0)[: 2 + len(in_shape)],
                     )
                     for index, half in enumerate(halves)
                 )

@@ -271,12 +271,12 @@ class Part:
 
         For the names of biases, see `find_name`.
         """
-        others = {
+        unmapped = {
             name: (map_tensor(find_name(names, name), parameter.shape),)
             for name, parameter in self.parameters(hidden_size).items()
             if name not in mappings
         }
-        return {**mappings, **others}
+        return {**mappings, **unmapped}
 
     @property
     def kv(self) -> KVShape | None:

@@ -45,9 +45,9 @@ class Parallel(Part):
 
     def __call__(self, x: jax.Array, call: LayerCall, carry: Any) -> tuple[jax.Array, Any]:
         """Run the parts, see `Part.__call__`."""
-        first, *others = self.parts
+        first, *following = self.parts
         total, carry = first(x, call, carry)
-        for part in others:
+        for part in following:
             out, carry = part(x, call, carry)
             total = total + out
         return total, carry

@@ -145,9 +145,9 @@ class Mamba2(Mixer):
         steps = softplus(add_bias(steps, float32(call, "mixer_time")), call.backend)
         steps = jnp.clip(steps, *self.time_limits)
 
-        def run(xbc: jax.Array, others: Arrays, state: Any, num_tokens: jax.Array) -> Any:
+        def run(xbc: jax.Array, unconvolved: Arrays, state: Any, num_tokens: jax.Array) -> Any:
             B, T = xbc.shape[:2]
-            xbc, steps = xbc.reshape(B, T, K, -1), others[0].reshape(B, T, K, G)
+            xbc, steps = xbc.reshape(B, T, K, -1), unconvolved[0].reshape(B, T, K, G)
             x, b, c = jnp.split(xbc, [G * U, G * U + D], axis=-1)
             x = x.reshape(B, T, K, G, U)
             out, state = state_space(

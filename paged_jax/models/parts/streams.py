@@ -163,9 +163,9 @@ def split_streams(x: jax.Array, proj: Weight, backend: str | None) -> jax.Array:
     The embeddings are the first stream. ``proj [n - 1, E, E]`` projects them to the other streams,
     which are scaled to the same mean square.
     """
-    others = linear(x, proj, backend=backend)
-    others = _with_mean_square(others, mean_square(x, backend=backend)[..., None, :], backend)
-    return jnp.concatenate([x[..., None, :], others], axis=-2)
+    streams = linear(x, proj, backend=backend)
+    streams = _with_mean_square(streams, mean_square(x, backend=backend)[..., None, :], backend)
+    return jnp.concatenate([x[..., None, :], streams], axis=-2)
 
 
 def merge_streams(x: jax.Array, proj: Weight, backend: str | None) -> jax.Array:
@@ -179,11 +179,11 @@ def merge_streams(x: jax.Array, proj: Weight, backend: str | None) -> jax.Array:
     by_stream = jnp.moveaxis(x.reshape(-1, n, E)[:, 1:], 1, 0)
     num_rows = by_stream.shape[1]
     sizes = jnp.full(n - 1, num_rows, jnp.int32)
-    others = grouped_linear(by_stream.reshape(-1, E), proj, sizes, backend=backend)
-    others = jnp.moveaxis(others.reshape(n - 1, num_rows, E), 0, 1).reshape(*rows, n - 1, E)
+    streams = grouped_linear(by_stream.reshape(-1, E), proj, sizes, backend=backend)
+    streams = jnp.moveaxis(streams.reshape(n - 1, num_rows, E), 0, 1).reshape(*rows, n - 1, E)
     first = x[..., :1, :]
-    others = _with_mean_square(others, mean_square(first, backend=backend), backend)
-    return (first[..., 0, :] + jnp.sum(others, axis=-2)) / n
+    streams = _with_mean_square(streams, mean_square(first, backend=backend), backend)
+    return (first[..., 0, :] + jnp.sum(streams, axis=-2)) / n
 
 
 def _multiply(x: jax.Array, w: jax.Array, backend: str | None) -> jax.Array:
