@@ -121,8 +121,8 @@ class ChatTemplate:
             text = self.render(
                 chat, add_generation_prompt=False, continue_final_message=False, **variables
             )
-            before, found, _ = text.rpartition(_CUT)
-            if not found:
+            before, mark, _ = text.rpartition(_CUT)
+            if not mark:
                 rule = "the model's template does not write the content of the last message"
                 raise ChatTemplateError("apply_chat_template", rule)
             return before
@@ -280,17 +280,17 @@ class _Arguments(dict[str, Any]):
         return other + self._text
 
 
-def _as_templates_expect(given: Any, takes_parts: bool) -> dict[str, Any]:
+def _as_templates_expect(original: Any, takes_parts: bool) -> dict[str, Any]:
     """Convert a message to the form that templates expect: a dict without None values.
 
     Its content becomes a single string, or a list of text parts if `takes_parts` is True.
     """
-    message = as_data(given)
+    message = as_data(original)
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ChatTemplateError(
             "apply_chat_template",
             f'each message must be a dict such as {{"role": "user", "content": TEXT}}, got '
-            f"{given!r}.",
+            f"{original!r}.",
         )
     message = {key: value for key, value in message.items() if value is not None}
     if not message.get("tool_calls", True):
@@ -320,11 +320,11 @@ def _with_short_ids(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
 
     def shorten(item: Any, key: str) -> Any:
-        if not isinstance(item, Mapping) or not isinstance(given := item.get(key), str):
+        if not isinstance(item, Mapping) or not isinstance(call_id := item.get(key), str):
             return item
-        if len(given) == CALL_ID_LENGTH and given.isalnum() and given.isascii():
+        if len(call_id) == CALL_ID_LENGTH and call_id.isalnum() and call_id.isascii():
             return item
-        digest = hashlib.sha256(given.encode("utf-8", "replace")).hexdigest()
+        digest = hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()
         return {**item, key: digest[:CALL_ID_LENGTH]}
 
     changed = []
@@ -353,8 +353,8 @@ def _with_mark(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": content + _CUT}
-    *rest, last = content
-    return {**message, "content": [*rest, {**last, "text": last["text"] + _CUT}]}
+    *parts, last = content
+    return {**message, "content": [*parts, {**last, "text": last["text"] + _CUT}]}
 
 
 def as_data(value: Any) -> Any:
@@ -369,8 +369,8 @@ def as_data(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {key: as_data(each) for key, each in value.items()}
-    return [as_data(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: as_data(entry) for key, entry in value.items()}
+    return [as_data(element) for element in value] if isinstance(value, list | tuple) else value
 
 
 def _without_nulls(tool: Any) -> Any:
@@ -417,10 +417,10 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
     A message without reasoning is returned unchanged.
     """
-    given = next((message[key] for key in _REASONING if message.get(key)), None)
-    if given is None:
+    reasoning = next((message[key] for key in _REASONING if message.get(key)), None)
+    if reasoning is None:
         return message
-    return {"thinking": given, **message, "reasoning_content": given}
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _texts_of(content: object) -> list[str]:

@@ -103,20 +103,20 @@ class GenerationConfig:
         path = Path(folder) / FILE_NAME
         return cls() if not path.is_file() else _Reader(path).read()
 
-    def fill_in(self, given: Mapping[str, Any], otherwise: Mapping[str, Any]) -> dict[str, Any]:
+    def fill_in(self, options: Mapping[str, Any], otherwise: Mapping[str, Any]) -> dict[str, Any]:
         """Add the recommended values to the fields of `SamplingParams` that the caller has set.
 
         Args:
-          given: fields that the caller has set. They override the recommended values.
+          options: fields that the caller has set. They override the recommended values.
           otherwise: default values. They are used only if the file recommends none of the
             `DRAWING_OPTIONS`.
         """
-        fields = {**self.sampling_defaults, **given}
+        fields = {**self.sampling_defaults, **options}
         if not DRAWING_OPTIONS & self.sampling_defaults.keys():
             fields = {**otherwise, **fields}
-        most = fields.get("max_tokens", SamplingParams.max_tokens)
-        if "min_tokens" in fields and "min_tokens" not in given and is_int(most):
-            fields["min_tokens"] = min(fields["min_tokens"], most)
+        max_tokens = fields.get("max_tokens", SamplingParams.max_tokens)
+        if "min_tokens" in fields and "min_tokens" not in options and is_int(max_tokens):
+            fields["min_tokens"] = min(fields["min_tokens"], max_tokens)
         return fields
 
     def token_bias(self, eos_token_ids: Collection[int], vocab_size: int) -> TokenBias:
@@ -165,15 +165,18 @@ class _Reader:
         do_sample = self._options.get("do_sample")
         if not isinstance(do_sample, bool | None):
             self._fail("do_sample", f"must be true or false, got {do_sample!r}.")
-        recommended = [each for each in options_of(SamplingParams) if each.is_recommended]
-        given = {each.name: self._number(each) for each in recommended}
-        given["max_tokens"] = self._number(_MAX_TOKENS)
-        given["min_tokens"] = self._number(_MIN_TOKENS)
-        given["stop"] = self._stop_strings()
-        defaults = {name: value for name, value in given.items() if value is not None}
+        recommended = [option for option in options_of(SamplingParams) if option.is_recommended]
+        options = {option.name: self._number(option) for option in recommended}
+        options["max_tokens"] = self._number(_MAX_TOKENS)
+        options["min_tokens"] = self._number(_MIN_TOKENS)
+        options["stop"] = self._stop_strings()
+        defaults = {name: value for name, value in options.items() if value is not None}
         if defaults.get("min_tokens", 0) > defaults.get("max_tokens", math.inf):
-            least, most = defaults["min_tokens"], defaults["max_tokens"]
-            self._fail("min_new_tokens", f"must be at most max_new_tokens ({most}), got {least}.")
+            min_tokens, max_tokens = defaults["min_tokens"], defaults["max_tokens"]
+            self._fail(
+                "min_new_tokens",
+                f"must be at most max_new_tokens ({max_tokens}), got {min_tokens}.",
+            )
         if do_sample is False:
             defaults = {k: v for k, v in defaults.items() if k not in DRAWING_OPTIONS}
             return {"temperature": 0.0, **defaults}
@@ -224,8 +227,8 @@ class _Reader:
         return {self._one_token(name, word): float(value) for word, value in pairs}
 
     def _one_token(self, name: str, word: list[Any]) -> int:
-        token_id, *others = self._token_ids(name, word)
-        if others:
+        token_id, *extra_ids = self._token_ids(name, word)
+        if extra_ids:
             self._fail(
                 name,
                 f"is not implemented for sequences of several tokens, got {word!r}. Remove them "
@@ -234,10 +237,12 @@ class _Reader:
         return token_id
 
     def _token_ids(self, name: str, value: Any) -> tuple[int, ...]:
-        ids = [as_integer(each) for each in value] if isinstance(value, list) else [value]
+        ids = [as_integer(token_id) for token_id in value] if isinstance(value, list) else [value]
         # Some files have -1 for "no end token".
-        least = -1 if name == "eos_token_id" else 0
-        if not isinstance(value, list) or not all(is_int(each) and each >= least for each in ids):
+        min_id = -1 if name == "eos_token_id" else 0
+        if not isinstance(value, list) or not all(
+            is_int(token_id) and token_id >= min_id for token_id in ids
+        ):
             self._fail(name, f"must be token ids, got {value!r}.")
         return tuple(ids)
 

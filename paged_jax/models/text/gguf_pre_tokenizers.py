@@ -56,7 +56,9 @@ class PreTokenizer:
 
     def build(self) -> pre_tokenizers.PreTokenizer:
         """Return these rules as a pre-tokenizer of the `tokenizers` library."""
-        splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in self.expressions]
+        splits = [
+            pre_tokenizers.Split(Regex(expression), "isolated") for expression in self.expressions
+        ]
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         return pre_tokenizers.Sequence([*splits, byte_level])
 

@@ -113,7 +113,7 @@ class _TokenizerReader:
         self._tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(tokens)]
         self._ids = {token: index for index, token in enumerate(self._tokens)}
         if len(self._ids) < len(self._tokens):
-            twice = next(each for i, each in enumerate(self._tokens) if self._ids[each] != i)
+            twice = next(token for i, token in enumerate(self._tokens) if self._ids[token] != i)
             raise self._error(f"tokens must be distinct, got {twice!r} more than once")
         types = self._get("token_type")
         self._types = self._numbers("token_type", np.full(len(tokens), _NORMAL), types)
@@ -156,8 +156,8 @@ class _TokenizerReader:
         name = self._get("pre") or "default"
         pre = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
         if pre is None:
-            known = ", ".join(PRE_TOKENIZERS)
-            raise self._error(f"pre must be one of {known}, got {name!r}")
+            names = ", ".join(PRE_TOKENIZERS)
+            raise self._error(f"pre must be one of {names}, got {name!r}")
         backend = self._merging(ignore_merges=pre.ignores_merges)
         backend.pre_tokenizer = pre.build()
         backend.decoder = decoders.ByteLevel()
@@ -249,7 +249,7 @@ class _TokenizerReader:
 
     def _add_special_tokens(self, backend: tokenizers.Tokenizer, end_ids: list[int]) -> None:
         name = str(self._metadata.get("general.name", "")).lower()
-        is_phi3 = any(each in name for each in _PHI3_NAMES)
+        is_phi3 = any(phi3_name in name for phi3_name in _PHI3_NAMES)
         is_special = np.isin(self._types, (_UNKNOWN, _CONTROL))
         is_special[end_ids] = True
         indices = np.flatnonzero(is_special | (self._types == _USER_DEFINED))
@@ -282,18 +282,18 @@ class _TokenizerReader:
 
     def _end_ids(self) -> list[int]:
         """Return the ids of the tokens that end an answer."""
-        found = {self._ids[token] for token in _END_TOKENS & self._ids.keys()}
+        end_ids = {self._ids[token] for token in _END_TOKENS & self._ids.keys()}
         # In the format of gpt-oss, <|end|> ends a message, but the answer may consist of several
         # messages.
         if {"<|return|>", "<|call|>"} <= self._ids.keys():
-            found.discard(self._ids.get("<|end|>", -1))
-        found |= {each for key in _END_KEYS if (each := self._id(key)) is not None}
-        return sorted(found)
+            end_ids.discard(self._ids.get("<|end|>", -1))
+        end_ids |= {token_id for key in _END_KEYS if (token_id := self._id(key)) is not None}
+        return sorted(end_ids)
 
     def _sampling_defaults(self) -> dict[str, Any]:
         """Return the sampling parameters that the file recommends, by name."""
         defaults = {}
-        options = {each.name: each for each in options_of(SamplingParams)}
+        options = {option.name: option for option in options_of(SamplingParams)}
         for key, name in _SAMPLING.items():
             key = _SAMPLING_PREFIX + key
             if (value := self._metadata.get(key)) is None:
@@ -324,14 +324,14 @@ class _TokenizerReader:
                 yield full_key
 
     def _unknown_sampling(self) -> Iterator[str]:
-        given = {
+        entries = {
             key.removeprefix(_SAMPLING_PREFIX): value
             for key, value in self._metadata.items()
             if key.startswith(_SAMPLING_PREFIX)
         }
-        for key in given.keys() - _SAMPLING.keys():
+        for key in entries.keys() - _SAMPLING.keys():
             switch = _SWITCH_OF.get(key, key)
-            is_off = switch in _OFF and given.get(switch, _OFF[switch]) == _OFF[switch]
+            is_off = switch in _OFF and entries.get(switch, _OFF[switch]) == _OFF[switch]
             if not is_off:
                 yield _SAMPLING_PREFIX + key
 

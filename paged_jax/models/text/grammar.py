@@ -112,7 +112,7 @@ class GrammarCompiler:
     def _keep(self, constraint: StructuredOutputsParams, grammar: "Grammar") -> None:
         self._alive[constraint] = self._kept[constraint] = grammar
         self._kept.move_to_end(constraint)
-        long = [each for each, kept in self._kept.items() if kept.num_chars > _LONG]
+        long = [key for key, cached in self._kept.items() if cached.num_chars > _LONG]
         if len(long) > _NUM_LONG:
             del self._kept[long[0]]
         if len(self._kept) > _NUM_KEPT:
@@ -325,9 +325,9 @@ class GrammarCursor:
         if self._matcher.is_error():
             self._fail()
             words[:] = 0
-        first, *others = self._grammar.eos_token_ids
+        first, *other_ids = self._grammar.eos_token_ids
         if self.failure is not None or _has(words, first):
-            words |= _bits((first, *others), words.size)
+            words |= _bits((first, *other_ids), words.size)
         self._hold_ends_back(words)
 
     def _hold_ends_back(self, words: np.ndarray) -> None:
@@ -336,12 +336,12 @@ class GrammarCursor:
         index = (self._num_followed or 0) + len(self.forced)
         if index >= params.min_tokens or self.failure is not None:
             return
-        held = list(params.stop_token_ids or ())
+        end_ids = list(params.stop_token_ids or ())
         if not params.ignore_eos:
-            held += self._grammar.eos_token_ids
-        rest = words & ~_bits(held, words.size)
-        if rest.any():
-            words[:] = rest
+            end_ids += self._grammar.eos_token_ids
+        allowed = words & ~_bits(end_ids, words.size)
+        if allowed.any():
+            words[:] = allowed
 
 
 def _matcher(tokenizer: "LLTokenizer", constraint: StructuredOutputsParams) -> "LLMatcher":

@@ -58,14 +58,14 @@ def constraint_rule(constraint: StructuredOutputsParams) -> str:
     """
     text = constraint_text(constraint)
     if constraint.regex is not None:
-        escaped = re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], text)
+        escaped = re.sub(r"\\.|/", lambda match: "\\/" if match[0] == "/" else match[0], text)
         return f"/{escaped}/".replace("\n", "\\n")
     if constraint.grammar is not None or constraint.choice is not None:
         return f"%lark {{\n{text}\n}}"
     schema = json.loads(text)
     guidance = schema.get("x-guidance")
-    own = guidance if isinstance(guidance, Mapping) else {}
-    return "%json " + json.dumps({**schema, "x-guidance": {**LAYOUT, **own}})
+    layout = guidance if isinstance(guidance, Mapping) else {}
+    return "%json " + json.dumps({**schema, "x-guidance": {**LAYOUT, **layout}})
 
 
 def quoted(text: str) -> str:

@@ -71,8 +71,8 @@ def without_annotations(schema: Any) -> Any:
     """
     if not isinstance(schema, Mapping):
         return schema
-    kept = {name: part for name, part in schema.items() if name not in _ANNOTATIONS}
-    return _ALL.replace(kept, without_annotations)
+    entries = {name: value for name, value in schema.items() if name not in _ANNOTATIONS}
+    return _ALL.replace(entries, without_annotations)
 
 
 def close(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -164,25 +164,29 @@ class _Merger:
         """Join the objects of each `allOf` in a schema, where possible; return the new schema."""
         if not isinstance(schema, Mapping):
             return schema
-        new = _ALL.replace(schema, self.merge)
-        kept = {key: new[key] for key in _KEPT if key in new}
-        own = {key: new[key] for key in new.keys() - _KEPT - _ANNOTATIONS - {"allOf", "$ref"}}
-        parts = new.get("allOf", [])
+        replaced = _ALL.replace(schema, self.merge)
+        annotations = {key: replaced[key] for key in _KEPT if key in replaced}
+        siblings = {
+            key: replaced[key] for key in replaced.keys() - _KEPT - _ANNOTATIONS - {"allOf", "$ref"}
+        }
+        parts = replaced.get("allOf", [])
         if not isinstance(parts, list):
-            return new
-        if "$ref" in new and (own or parts):
-            parts = [{"$ref": new["$ref"]}, *parts]
+            return replaced
+        if "$ref" in replaced and (siblings or parts):
+            parts = [{"$ref": replaced["$ref"]}, *parts]
         if not parts:
-            return new
-        if len(parts) == 1 and not own and isinstance(parts[0], Mapping):
-            return {**parts[0], **kept}
-        objects = [*map(self._object, parts), self._object(own, is_beside=True)]
+            return replaced
+        if len(parts) == 1 and not siblings and isinstance(parts[0], Mapping):
+            return {**parts[0], **annotations}
+        objects = [*map(self._object, parts), self._object(siblings, is_beside=True)]
         # Properties come in the order of the schema.
-        order = [key for key in new if key in ("properties", "allOf", "$ref")]
+        order = [key for key in replaced if key in ("properties", "allOf", "$ref")]
         if order[0] == "properties":
             objects.insert(0, objects.pop())
-        found = [each for each in objects if each is not None]
-        return {**self._joined(found), **kept} if len(found) == len(objects) else new
+        supported = [member for member in objects if member is not None]
+        if len(supported) < len(objects):
+            return replaced
+        return {**self._joined(supported), **annotations}
 
     def _object(self, part: Any, *, is_beside: bool = False) -> dict[str, Any] | None:
         """Return `part` as an object schema that can be joined with others.
@@ -200,19 +204,19 @@ class _Merger:
             return self._target(reference)
         if not isinstance(part, Mapping):
             return {} if part is True else None
-        found = {key: value for key, value in part.items() if key not in _ANNOTATIONS}
-        if is_beside and found.get("unevaluatedProperties") is False:
-            del found["unevaluatedProperties"]
-            found["additionalProperties"] = False
-        elif found.get("additionalProperties", True) is not True:
+        entries = {key: value for key, value in part.items() if key not in _ANNOTATIONS}
+        if is_beside and entries.get("unevaluatedProperties") is False:
+            del entries["unevaluatedProperties"]
+            entries["additionalProperties"] = False
+        elif entries.get("additionalProperties", True) is not True:
             return None
         is_object = (
-            not found.keys() - _OBJECT_KEYS
-            and found.get("type", "object") == "object"
-            and isinstance(found.get("properties", {}), Mapping)
-            and isinstance(found.get("required", []), list)
+            not entries.keys() - _OBJECT_KEYS
+            and entries.get("type", "object") == "object"
+            and isinstance(entries.get("properties", {}), Mapping)
+            and isinstance(entries.get("required", []), list)
         )
-        return found if is_object else None
+        return entries if is_object else None
 
     def _target(self, reference: str) -> dict[str, Any] | None:
         """Return the object schema to which a reference points, or None.
@@ -228,25 +232,27 @@ class _Merger:
         if self._room < 0:
             raise _TooLargeError
         self._active.append(reference)
-        found = self._object(self.merge(target))
+        target_object = self._object(self.merge(target))
         self._active.pop()
-        return found
+        return target_object
 
     def _joined(self, objects: list[dict[str, Any]]) -> dict[str, Any]:
         """Join object schemas: the result has the properties and required properties of all."""
-        new: dict[str, Any] = {}
+        joined: dict[str, Any] = {}
         properties: dict[str, Any] = {}
         required: dict[str, None] = {}
-        for each in objects:
-            for name, schema in each.get("properties", {}).items():
+        for member in objects:
+            for name, schema in member.get("properties", {}).items():
                 before = properties.setdefault(name, schema)
                 if before != schema:
                     properties[name] = self.merge({"allOf": [before, schema]})
-            required |= dict.fromkeys(each.get("required", []))
-            new |= {key: each[key] for key in ("type", "additionalProperties") if key in each}
+            required |= dict.fromkeys(member.get("required", []))
+            joined |= {
+                key: member[key] for key in ("type", "additionalProperties") if key in member
+            }
         if properties:
-            new["properties"] = properties
-        return new | ({"required": list(required)} if required else {})
+            joined["properties"] = properties
+        return joined | ({"required": list(required)} if required else {})
 
 
 def resolve(schema: Any, root: Any) -> Any:
@@ -267,14 +273,14 @@ def resolve(schema: Any, root: Any) -> Any:
       {'type': 'null'}
     """
     seen: set[str] = set()
-    while isinstance(schema, Mapping) and isinstance(place := schema.get("$ref"), str):
+    while isinstance(schema, Mapping) and isinstance(pointer := schema.get("$ref"), str):
         if schema.keys() - {"$ref"} - _ANNOTATIONS:
             return schema
-        if place in seen or not place.startswith("#/"):
+        if pointer in seen or not pointer.startswith("#/"):
             return None
-        seen.add(place)
+        seen.add(pointer)
         schema = root
-        for name in place[2:].split("/"):
+        for name in pointer[2:].split("/"):
             name = name.replace("~1", "/").replace("~0", "~")
             schema = schema.get(name) if isinstance(schema, Mapping) else None
     return schema

@@ -200,11 +200,11 @@ class AnswerReader:
 
     def _read_opening(self, is_last: bool) -> None:
         assert self._reasoning is not None
-        opening, found = self._reasoning.opening, self._buffer.lstrip()
-        if found.startswith(opening):
-            self._place, self._buffer = "reasoning", found[len(opening) :]
+        opening, text = self._reasoning.opening, self._buffer.lstrip()
+        if text.startswith(opening):
+            self._place, self._buffer = "reasoning", text[len(opening) :]
             self.has_reasoned = True
-        elif is_last or not opening.startswith(found):
+        elif is_last or not opening.startswith(text):
             self._place, self._skips_space = "answer", False
 
     def _read_reasoning(self, is_last: bool) -> list[AnswerDelta]:
@@ -212,14 +212,14 @@ class AnswerReader:
         if self._skips_space:
             self._buffer = self._buffer.lstrip()
             self._skips_space = not self._buffer
-        text, closing, rest = self._buffer.partition(self._reasoning.closing)
+        text, closing, remainder = self._buffer.partition(self._reasoning.closing)
         if closing:
-            self._place, self._skips_space, self._buffer = "answer", True, rest
+            self._place, self._skips_space, self._buffer = "answer", True, remainder
             return [AnswerDelta("reasoning", text.rstrip())]
-        held = 0 if is_last else overlap(text, self._reasoning.closing)
-        kept = text[: len(text) - held].rstrip()
-        self._buffer = text[len(kept) :]
-        return [AnswerDelta("reasoning", kept)]
+        num_held = 0 if is_last else overlap(text, self._reasoning.closing)
+        reasoning_text = text[: len(text) - num_held].rstrip()
+        self._buffer = text[len(reasoning_text) :]
+        return [AnswerDelta("reasoning", reasoning_text)]
 
     def _read_answer(self, is_last: bool) -> list[AnswerDelta]:
         if self._skips_space:
@@ -228,8 +228,8 @@ class AnswerReader:
         text, self._buffer = self._buffer, ""
         for mark in () if self._reasoning is None else self._reasoning.removed:
             text = text.replace(mark, "")
-            if not is_last and (held := overlap(text, mark)):
-                text, self._buffer = text[:-held], text[-held:] + self._buffer
+            if not is_last and (num_held := overlap(text, mark)):
+                text, self._buffer = text[:-num_held], text[-num_held:] + self._buffer
         if self._tools is not None:
             return self._tools.push(text, is_last=is_last)
         return [AnswerDelta("content", text)]
@@ -313,12 +313,12 @@ class HarmonyReader:
                 return [part for part in parts if part.text]
 
     def _read_header(self, is_last: bool) -> list[AnswerDelta]:
-        header, found, rest = self._buffer.partition(_MESSAGE)
-        if not found:
+        header, mark, message = self._buffer.partition(_MESSAGE)
+        if not mark:
             if is_last:
                 self._buffer = ""  # the answer was cut short
             return []
-        self._buffer = rest
+        self._buffer = message
         if call := _RECIPIENT.search(header):
             self._kind = "arguments"
             return [AnswerDelta("call", call[1])]
@@ -336,7 +336,7 @@ class HarmonyReader:
             end = min(ends)
             self._kind, self._buffer = None, text[end:].removeprefix(_END)
         else:
-            held = 0 if is_last else max(overlap(text, mark) for mark in (_END, _START))
-            end = len(text) - held
+            num_held = 0 if is_last else max(overlap(text, mark) for mark in (_END, _START))
+            end = len(text) - num_held
             self._buffer = text[end:]
         return [AnswerDelta(kind, text[:end])]  # type: ignore[arg-type]

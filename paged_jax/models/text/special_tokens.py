@@ -69,15 +69,15 @@ def add_special_tokens(
       ValueError: a file is not JSON.
     """
     tokens = _read_special_tokens(folder, _with_names_of_class(backend, config))
-    known = backend.get_added_tokens_decoder()
+    registered = backend.get_added_tokens_decoder()
     # Without `added_tokens_decoder`, transformers also uses the flags of added tokens in
     # tokenizer.json.
-    flagged = tokens.stated if tokens.file == _CONFIG else {**tokens.stated, **known}
+    flagged = tokens.stated if tokens.file == _CONFIG else {**tokens.stated, **registered}
     added = [token for _, token in sorted(flagged.items(), key=lambda item: item[0])]
     names = {token.content for token in tokens.named.values()}
     for token in added:
         token.special |= token.content in names
-    contents = {token.content for token in (*known.values(), *added)}
+    contents = {token.content for token in (*registered.values(), *added)}
     named = sorted(tokens.named.items(), key=lambda item: _place(item[0]))
     for token in (*(token for _, token in named), *tokens.extra):
         if token.content not in contents:
@@ -114,9 +114,9 @@ def _check_ids(
     backend: tokenizers.Tokenizer, path: Path, stated: Iterable[tuple[int, str]]
 ) -> None:
     for token_id, content in stated:
-        if content and (found := backend.token_to_id(content)) != token_id:
+        if content and (actual_id := backend.token_to_id(content)) != token_id:
             raise TokenizerError(
-                f"{path}: the id of token {content!r} is {token_id} here, but {found} in the "
+                f"{path}: the id of token {content!r} is {token_id} here, but {actual_id} in the "
                 "vocabulary. Save the tokenizer again, so that its files agree."
             )
 
@@ -138,10 +138,10 @@ def set_post_processor(
     if bos and bos == eos:
         return
     text = backend.encode("a", add_special_tokens=False).tokens
-    whole = backend.encode("a", add_special_tokens=True).tokens
-    places = (at for at in range(len(whole)) if text and whole[at : at + len(text)] == text)
-    at = next(places, len(whole))
-    before, after = whole[:at], whole[at + len(text) :]
+    encoded = backend.encode("a", add_special_tokens=True).tokens
+    starts = (at for at in range(len(encoded)) if text and encoded[at : at + len(text)] == text)
+    at = next(starts, len(encoded))
+    before, after = encoded[:at], encoded[at + len(text) :]
     # Change only BOS and EOS. Keep other tokens that the tokenizer adds, such as GLM's prefix.
     if _must_add(backend, bos, before, config.get("add_bos_token")):
         before = [bos, *before]
@@ -151,7 +151,7 @@ def set_post_processor(
         after = [*after, eos]
     elif config.get("add_eos_token") is False:
         after = [token for token in after if token != eos]
-    if [*before, *text, *after] != whole:
+    if [*before, *text, *after] != encoded:
         surround_texts(backend, before, after)
 
 
@@ -168,9 +168,9 @@ def surround_texts(
 
 
 def _must_add(
-    backend: tokenizers.Tokenizer, token: str, present: Sequence[str], wanted: Any
+    backend: tokenizers.Tokenizer, token: str, present: Sequence[str], requested: Any
 ) -> bool:
-    return bool(wanted) and token not in present and backend.token_to_id(token) is not None
+    return bool(requested) and token not in present and backend.token_to_id(token) is not None
 
 
 def read_optional(path: Path) -> dict[str, Any]:
@@ -200,10 +200,10 @@ def _with_names_of_class(
     """Add the default special tokens of the tokenizer class to a config, if it lacks them."""
     name = str(config.get("tokenizer_class")).removesuffix("Fast")
     defaults = _NAMES_OF_CLASS.get(name, {})
-    known = {
+    present = {
         key: token for key, token in defaults.items() if backend.token_to_id(token) is not None
     }
-    return {**known, **config}
+    return {**present, **config}
 
 
 def _read_special_tokens(folder: Path, config: Mapping[str, object]) -> _SpecialTokens:
@@ -251,7 +251,7 @@ def _named_and_extra(
     if not isinstance(extra, list):
         raise TokenizerError(f"{path}: {key} must be a list of tokens or an object, got {extra!r}.")
     named = {name: _special_token(path, name, value) for name, value in tokens.items()}
-    return named, [_special_token(path, key, each) for each in extra]
+    return named, [_special_token(path, key, token) for token in extra]
 
 
 def _place(name: str) -> int:

@@ -47,8 +47,8 @@ def _bytes_by_char() -> dict[str, int]:
     written as the characters from 256 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    shifted = {chr(256 + index): byte for index, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    shifted = {chr(256 + index): byte for index, byte in enumerate(unprintable)}
     return {chr(byte): byte for byte in printable} | shifted
 
 
@@ -168,9 +168,9 @@ class Tokenizer:
     @functools.cached_property
     def max_token_chars(self) -> int:
         """Upper bound on the number of characters of text that a single token stands for."""
-        longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
+        max_length = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
         # Unicode normalisation (form C) combines at most three characters into one.
-        return longest * (1 if self.backend.normalizer is None else 3)
+        return max_length * (1 if self.backend.normalizer is None else 3)
 
     @functools.cached_property
     def tool_support(self) -> ToolSupport:

@@ -69,8 +69,8 @@ class ToolFormat:
 
         If it is empty, calls are recognised only at the start of an answer.
         """
-        found = _MARK.match(self.opening + self.before_name)
-        return found[0] if found else ""
+        match = _MARK.match(self.opening + self.before_name)
+        return match[0] if match else ""
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -109,8 +109,10 @@ class ToolSupport:
         if self.format is None:
             return self
         text = "\n".join(self.format.texts)
-        found = tuple(sorted((name, each) for name, each in token_ids.items() if name in text))
-        return replace(self, format=replace(self.format, special_tokens=found))
+        special_tokens = tuple(
+            sorted((name, token_id) for name, token_id in token_ids.items() if name in text)
+        )
+        return replace(self, format=replace(self.format, special_tokens=special_tokens))
 
 
 # Contents of the chat that is rendered to detect the format. They are unusual texts, so that they
@@ -165,22 +167,22 @@ def find_support(render: Callable[..., str]) -> ToolSupport:
             # rendered, and the user gets the template's error.
             return None
 
-    asked = rendered()
+    prompt = rendered()
     text = rendered({"role": "assistant", "content": _TEXT})
     called = rendered(_calling(1))
-    found = None
+    tool_format = None
     if called is not None and f"{HARMONY.before_name}{_NAMES[0]}" in called:
-        found = HARMONY
+        tool_format = HARMONY
     elif text is not None and called is not None:
-        found = _find_format(text, called, rendered(_calling(2)))
-        if found is not None and _PROBE_ID in called:
+        tool_format = _find_format(text, called, rendered(_calling(2)))
+        if tool_format is not None and _PROBE_ID in called:
             # If a template rejects an id, `ChatTemplate` replaces the id.
             long = rendered(_calling(1, _LONG_ID))
-            found = replace(found, has_short_ids=long is None or _LONG_ID not in long)
+            tool_format = replace(tool_format, has_short_ids=long is None or _LONG_ID not in long)
     return ToolSupport(
-        shows_tools=asked is None or _NAMES[0] in asked,
+        shows_tools=prompt is None or _NAMES[0] in prompt,
         writes_calls=called is None or _VALUE in called,
-        format=found,
+        format=tool_format,
     )
 
 
@@ -216,21 +218,21 @@ def _find_format(text: str, called: str, twice: str | None) -> ToolFormat | None
     head, _, tail = text.rpartition(_TEXT)
     if _TEXT not in text or not called.startswith(head.rstrip()):
         return None
-    one = _divide(called[len(head.rstrip()) :], _NAMES[0])
-    if one is None:
+    call = _divide(called[len(head.rstrip()) :], _NAMES[0])
+    if call is None:
         return None
-    after = one.after.removesuffix(tail)
-    if after == one.after and tail.strip():
+    after = call.after.removesuffix(tail)
+    if after == call.after and tail.strip():
         # `tail` is the text after a message without calls. The message with the call does not end
         # with it, but may end with a special token instead.
-        after = re.sub(r"\s*<[^<>]+>\s*$", "", one.after)
-        end = one.after[len(after) :]
+        after = re.sub(r"\s*<[^<>]+>\s*$", "", call.after)
+        end = call.after[len(after) :]
         if not _END.fullmatch(end):
             return None
-    found = _with_arguments(one._replace(after=after))
-    if found is None:
+    tool_format = _with_arguments(call._replace(after=after))
+    if tool_format is None:
         return None
-    return _with_affixes(found, _gap(called, twice, head), one.before)
+    return _with_affixes(tool_format, _gap(called, twice, head), call.before)
 
 
 def _divide(written: str, name: str) -> _Call | None:
@@ -238,16 +240,16 @@ def _divide(written: str, name: str) -> _Call | None:
 
     `name` is the name of the called function.
     """
-    before, found, rest = written.partition(name)
-    if not found:
+    before, separator, after = written.partition(name)
+    if not separator:
         return None
-    if match := _JSON.search(rest):
+    if match := _JSON.search(after):
         start, end = match.span()
     else:
-        start, end = rest.find(_KEYS[0]), rest.find(str(_NUMBER)) + len(str(_NUMBER))
+        start, end = after.find(_KEYS[0]), after.find(str(_NUMBER)) + len(str(_NUMBER))
         if start < 0 or end <= start:
             return None
-    return _Call(before, rest[:start], rest[start:end], rest[end:])
+    return _Call(before, after[:start], after[start:end], after[end:])
 
 
 def _gap(called: str, twice: str | None, head: str) -> str | None:
@@ -263,8 +265,8 @@ def _gap(called: str, twice: str | None, head: str) -> str | None:
     if twice is None or not twice.startswith(head.rstrip()):
         return None
     first = _divide(twice[len(head.rstrip()) :], _NAMES[0])
-    gap, found, _ = ("", "", "") if first is None else first.after.partition(_NAMES[1])
-    return gap if found and called != twice else None
+    gap, separator, _ = ("", "", "") if first is None else first.after.partition(_NAMES[1])
+    return gap if separator and called != twice else None
 
 
 def _with_arguments(call: _Call) -> ToolFormat | None:
@@ -272,8 +274,8 @@ def _with_arguments(call: _Call) -> ToolFormat | None:
 
     The result has no texts yet for `before_name`, `opening`, `between` and `closing`.
     """
-    if found := _JSON.fullmatch(call.arguments):
-        return ToolFormat("", call.after_name, call.after, separators=(found[2], found[1]))
+    if match := _JSON.fullmatch(call.arguments):
+        return ToolFormat("", call.after_name, call.after, separators=(match[2], match[1]))
     # Expected text of two arguments, with bars between its parts:
     # after_name + before_key | key | after_key | value | after_value +
     # before_key | key | after_key | value
@@ -319,12 +321,12 @@ def _with_affixes(format: ToolFormat, gap: str | None, before: str) -> ToolForma
         # The template writes only one call per message, so the text between calls is unknown. A
         # call can then only be recognised by a marker before it, or because an answer starts with
         # JSON.
-        found = replace(format, before_name=before)
+        tool_format = replace(format, before_name=before)
     else:
         gap = gap.removeprefix(format.after_value)
         after = _common_prefix(gap, format.after_arguments)
         before_name = _common_suffix(before, gap[len(after) :])
-        found = replace(
+        tool_format = replace(
             format,
             opening=before.removesuffix(before_name),
             before_name=before_name,
@@ -332,12 +334,13 @@ def _with_affixes(format: ToolFormat, gap: str | None, before: str) -> ToolForma
             between=gap[len(after) :].removesuffix(before_name),
             closing=format.after_arguments[len(after) :],
         )
-    found = _with_ids(found)
-    if not found.mark and not (found.opening + found.before_name).startswith(("{", "[")):
+    tool_format = _with_ids(tool_format)
+    start = tool_format.opening + tool_format.before_name
+    if not tool_format.mark and not start.startswith(("{", "[")):
         return None
-    if not found.mark and found.kind == "json" and not found.opening:
-        found = replace(found, between=None)  # a second call would not be recognised
-    return found
+    if not tool_format.mark and tool_format.kind == "json" and not tool_format.opening:
+        tool_format = replace(tool_format, between=None)  # a second call would not be recognised
+    return tool_format
 
 
 def _with_ids(format: ToolFormat) -> ToolFormat:

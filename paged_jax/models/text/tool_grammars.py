@@ -62,13 +62,13 @@ def tool_grammar(
     writer = _Writer(format)
     rules, mark = writer.start(is_required, is_parallel, answer), format.mark
     if not is_required and answer is None:
-        others = "" if not_first is None else rf" & ~/{_escaped(not_first)}(.|\n)*/"
+        exclusion = "" if not_first is None else rf" & ~/{_escaped(not_first)}(.|\n)*/"
         first = "" if mark else f"[^{re.escape((format.opening + format.before_name)[0])}]"
-        rules.append(rf"TEXT: /{first}(.|\n)*/{others}")
+        rules.append(rf"TEXT: /{first}(.|\n)*/{exclusion}")
         if mark in writer.special:
             rules.append(f"head: TEXT {writer.literal(mark)}")
         elif mark:
-            rules.append(rf"head[lazy]: /(.|\n)*{_escaped(mark)}/{others}")
+            rules.append(rf"head[lazy]: /(.|\n)*{_escaped(mark)}/{exclusion}")
     elif answer is not None:
         rules.append(f"answer: {answer}")
     rules.append(f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}")
@@ -90,16 +90,16 @@ class _Writer:
     def start(self, is_required: bool, is_parallel: bool, answer: str | None) -> list[str]:
         """Return two rules: ``start`` for an answer, ``block`` for its calls after the mark."""
         format, mark = self._format, self._format.mark
-        rest = (format.opening + format.before_name).removeprefix(mark)
+        opening = (format.opening + format.before_name).removeprefix(mark)
         calls = "call"
         if is_parallel and format.between is not None:
             calls = f"call ({self.literal(format.between + format.before_name)} call)*"
-        block = f"{self.literal(rest)} {calls} {self.literal(format.closing)}"
-        whole = f"{self.literal(mark)} block"
+        block = f"{self.literal(opening)} {calls} {self.literal(format.closing)}"
+        marked_block = f"{self.literal(mark)} block"
         if is_required:
-            start = whole
+            start = marked_block
         elif answer is not None:
-            start = f"{whole} | answer"
+            start = f"{marked_block} | answer"
         elif not mark:
             start = "block | TEXT?"
         else:
@@ -165,8 +165,12 @@ class _Writer:
             return f"{rule}: {_python(schema, options)}"
         after = self._format.after_value
         if is_text(schema) and "enum" not in schema and "const" not in schema:
-            most = schema.get("maxLength")
-            count = f"{{0,{most}}}" if isinstance(most, int) and 0 <= most <= _MAX_LENGTH else "*"
+            max_length = schema.get("maxLength")
+            count = (
+                f"{{0,{max_length}}}"
+                if isinstance(max_length, int) and 0 <= max_length <= _MAX_LENGTH
+                else "*"
+            )
             return rf"{rule}[lazy]: /(.|\n){count}{_escaped(after)}/"
         labels = schema.get("enum") if is_text(schema) else None
         if isinstance(labels, list) and all(isinstance(label, str) for label in labels):
@@ -229,11 +233,11 @@ def _listed(parts: Sequence[tuple[str, bool]], separator: str) -> str:
         if not expression:
             expression, is_optional = item, not is_required
             continue
-        rest = f"({separator} {expression})" + ("?" if is_optional else "")
+        tail = f"({separator} {expression})" + ("?" if is_optional else "")
         if is_required:
-            expression, is_optional = f"{item} {rest}", False
+            expression, is_optional = f"{item} {tail}", False
         elif is_optional:
-            expression = f"({item} {rest} | {expression})"
+            expression = f"({item} {tail} | {expression})"
         else:
             expression = f"({item} {separator})? {expression}"
     return f"({expression})?" if expression and is_optional else expression
@@ -289,18 +293,18 @@ class ToolGrammars:
         def write(tools: Sequence[Tool]) -> StructuredOutputsParams:
             return StructuredOutputsParams(grammar=write_grammar(tools))
 
-        asked = write(tools)
+        requested = write(tools)
         with self._lock:
-            constraint = self._kept.get(asked)
+            constraint = self._kept.get(requested)
         try:
             self._grammars.check_available()
             if constraint is None:
-                constraint = self._compiling(write, asked, tools)
+                constraint = self._compiling(write, requested, tools)
         except ArgumentError as error:
             raise ArgumentError(error.function, error.problem, "tools") from None
         with self._lock:
-            self._kept[asked] = constraint
-            self._kept.move_to_end(asked)
+            self._kept[requested] = constraint
+            self._kept.move_to_end(requested)
             if len(self._kept) > _NUM_KEPT:
                 self._kept.popitem(last=False)
         return constraint
@@ -308,17 +312,17 @@ class ToolGrammars:
     def _compiling(
         self,
         write: Callable[[Sequence[Tool]], StructuredOutputsParams],
-        asked: StructuredOutputsParams,
+        requested: StructuredOutputsParams,
         tools: Sequence[Tool],
     ) -> StructuredOutputsParams:
-        """Return `asked`, or a weaker constraint if `asked` cannot be compiled.
+        """Return `requested`, or a weaker constraint if `requested` cannot be compiled.
 
-        `asked` enforces all schemas. For the weaker constraint, as few schemas as possible are
+        `requested` enforces all schemas. For the weaker constraint, as few schemas as possible are
         simplified or dropped. ``write(tools)`` returns the constraint that enforces the schemas in
         `tools`.
         """
-        if _failure(self._grammars.compile, asked) is None:
-            return asked
+        if _failure(self._grammars.compile, requested) is None:
+            return requested
         tools = self._supported(tools)
         constraint = write(tools)
         # All schemas together may still be too large. In this case, drop the schemas of the largest
@@ -347,10 +351,10 @@ class ToolGrammars:
                 failing.append(index)
                 if tool["function"].get("strict"):
                     raise _strict_error(tool, error)
-        found = list(tools)
+        supported = list(tools)
         for index in failing:
-            found[index] = self._loosened(tools[index], _MAX_CHECKS // len(failing))
-        return found
+            supported[index] = self._loosened(tools[index], _MAX_CHECKS // len(failing))
+        return supported
 
     def _loosened(self, tool: Tool, max_checks: int) -> Tool:
         """Remove unsupported parts from a tool's schema, with at most `max_checks` checks."""

@@ -62,8 +62,8 @@ class ToolReader:
         self._json = _json_scanner()
         mark = format.mark
         self._start = mark or (format.opening + format.before_name)[:1]
-        rest = (format.opening + format.before_name).removeprefix(mark)
-        self._first = re.compile(rf"\s*{_pattern(rest)}{_NAME}{_pattern(format.after_name)}")
+        opening = (format.opening + format.before_name).removeprefix(mark)
+        self._first = re.compile(rf"\s*{_pattern(opening)}{_NAME}{_pattern(format.after_name)}")
         following = _pattern((format.between or "") + format.before_name)
         self._next = re.compile(rf"\s*{following}{_NAME}{_pattern(format.after_name)}")
         self._head = self._first
@@ -95,16 +95,16 @@ class ToolReader:
                 self._state, self._head, self._opened = "head", self._first, ""
                 return []
             return self._content(self._buffer, "")
-        before, found, after = self._buffer.partition(start)
-        if found:
+        before, mark, after = self._buffer.partition(start)
+        if mark:
             self._state, self._head, self._opened = "head", self._first, start
             return self._content(before, after)
-        held = 0 if is_last else overlap(self._buffer, start)
-        end = len(self._buffer) - held
+        num_held = 0 if is_last else overlap(self._buffer, start)
+        end = len(self._buffer) - num_held
         return self._content(self._buffer[:end], self._buffer[end:])
 
-    def _content(self, text: str, rest: str) -> list[AnswerDelta]:
-        self._buffer = rest
+    def _content(self, text: str, remainder: str) -> list[AnswerDelta]:
+        self._buffer = remainder
         text = text.lstrip() if self._skips_space else text
         self._skips_space &= not text
         self._is_start &= not text
@@ -114,13 +114,13 @@ class ToolReader:
         if self._format.kind == "python":
             self._state = "python"
             return []
-        found = self._head.match(self._buffer)
+        match = self._head.match(self._buffer)
         # The name is complete if the match includes the text after a name, or if another character
         # follows. Otherwise more characters of the name may follow, or the answer was cut short
         # within the name, which could be the name of another function.
-        if found and (found.end() < len(self._buffer) or self._format.after_name):
-            self._buffer = self._buffer[found.end() :]
-            return self._begin(found["name"])
+        if match and (match.end() < len(self._buffer) or self._format.after_name):
+            self._buffer = self._buffer[match.end() :]
+            return self._begin(match["name"])
         if not is_last and len(self._buffer) <= _MAX_HEAD:
             return []
         # The answer was cut short, or this is not a call. So treat the beginning of the call as
@@ -149,20 +149,22 @@ class ToolReader:
         if self._is_in_text:
             return self._read_text_value(is_last)
         format, text = self._format, self._buffer
-        rest = text.lstrip()
-        if rest.startswith(format.before_key.strip()):
-            key, found, value = rest[len(format.before_key.strip()) :].partition(format.after_key)
-            if found and self._is_text(key):
+        body = text.lstrip()
+        if body.startswith(format.before_key.strip()):
+            key, separator, value = body[len(format.before_key.strip()) :].partition(
+                format.after_key
+            )
+            if separator and self._is_text(key):
                 self._buffer, self._is_in_text = value, True
                 return [AnswerDelta("arguments", f'{self._pair_start(key)}"')]
-            value, ended, rest = value.partition(format.after_value.rstrip())
-            if found and ended:
-                self._buffer = rest
+            value, ended, body = value.partition(format.after_value.rstrip())
+            if separator and ended:
+                self._buffer = body
                 return [AnswerDelta("arguments", self._pair_start(key) + _as_json(value))]
         elif self._end.match(text):
             self._state = "after"
             return [AnswerDelta("arguments", "}" if self._num_pairs else "{}")]
-        elif len(rest) > _MAX_HEAD:
+        elif len(body) > _MAX_HEAD:
             self._state = "text"
         if is_last:
             self._buffer = ""  # drop the last argument, which was cut short
@@ -171,13 +173,13 @@ class ToolReader:
     def _read_text_value(self, is_last: bool) -> list[AnswerDelta]:
         """Read a piece of a string in tags, and return it without waiting for the closing tag."""
         after = self._format.after_value.rstrip()
-        text, ended, rest = self._buffer.partition(after)
-        held = 0 if ended else overlap(text, after)
-        self._buffer = rest if ended else text[len(text) - held :]
+        text, ended, remainder = self._buffer.partition(after)
+        num_held = 0 if ended else overlap(text, after)
+        self._buffer = remainder if ended else text[len(text) - num_held :]
         self._is_in_text = not ended
         if is_last and not ended:
             self._buffer = ""  # drop the closing tag, which was cut short
-        piece = json.dumps(text[: len(text) - held], ensure_ascii=False)[1:-1]
+        piece = json.dumps(text[: len(text) - num_held], ensure_ascii=False)[1:-1]
         return [AnswerDelta("arguments", piece + ('"' if ended else ""))]
 
     def _is_text(self, key: str) -> bool:
@@ -198,19 +200,19 @@ class ToolReader:
         ended = self._end.match(text)
         if ended is None:
             return self._leave(is_last, _pattern(format.after_arguments))
-        rest = text[ended.end() :]
+        remainder = text[ended.end() :]
         if not (format.closing or format.opening):
-            self._buffer = rest
+            self._buffer = remainder
             return self._leave(True, "")
-        if format.between is not None and (found := self._next.match(rest)):
-            self._buffer = rest[found.end() :]
-            return self._begin(found["name"])
-        closed = re.match(rf"\s*{_pattern(format.closing)}", rest)
+        if format.between is not None and (match := self._next.match(remainder)):
+            self._buffer = remainder[match.end() :]
+            return self._begin(match["name"])
+        closed = re.match(rf"\s*{_pattern(format.closing)}", remainder)
         if closed and (format.closing or is_last):
-            self._buffer = rest[closed.end() :]
+            self._buffer = remainder[closed.end() :]
             return self._leave(True, "")
-        if is_last or len(rest) > _MAX_HEAD:
-            self._buffer = rest
+        if is_last or len(remainder) > _MAX_HEAD:
+            self._buffer = remainder
             return self._leave(True, "")
         return []
 
@@ -247,10 +249,10 @@ class ToolReader:
 def _as_json(value: str) -> str:
     """Convert the text of an XML value to JSON. Text that is not JSON becomes a string."""
     try:
-        found = json.loads(value, parse_constant=_reject_constant)
+        data = json.loads(value, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
-        found = value
-    return json.dumps(found, ensure_ascii=False)
+        data = value
+    return json.dumps(data, ensure_ascii=False)
 
 
 def _reject_constant(name: str) -> None:
@@ -339,7 +341,7 @@ def _python_calls(source: str) -> list[list[AnswerDelta]] | None:
         calls = []
         for call in listed.value.elts:
             assert isinstance(call, ast.Call) and not call.args
-            arguments = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+            arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
             text = json.dumps(arguments, ensure_ascii=False)
             calls.append(
                 [AnswerDelta("call", ast.unparse(call.func)), AnswerDelta("arguments", text)]
