@@ -331,13 +331,13 @@ class ModelConfig:
 
         A model without attention has a group without layers.
         """
-        kept = [
+        cached_shapes = [
             kv if source == layer else None
             for layer, (kv, source) in enumerate(zip(self.kv_shapes, self.kv_sources, strict=True))
         ]
-        if any(kept):
+        if any(cached_shapes):
             rules = [self.reach(layer).retention for layer in range(len(self.layers))]
-            return group_layers(rules, kept)
+            return group_layers(rules, cached_shapes)
         return (LayerGroup(AllTokens(), (), KVShape(self.num_copies, 1, 0)),)
 
     @functools.cached_property
@@ -400,9 +400,9 @@ class ModelConfig:
                 **self.norm.parameters("per_layer_norm", d),
             }
         if self.streams is not None:
-            others = self.streams.count - 1, E, E
-            parameters["stream_proj"] = matrix(*others, stays_float=True)
-            parameters["stream_out_proj"] = matrix(*others, stays_float=True)
+            shape = self.streams.count - 1, E, E
+            parameters["stream_proj"] = matrix(*shape, stays_float=True)
+            parameters["stream_out_proj"] = matrix(*shape, stays_float=True)
         parameters |= self.norm.parameters("norm", E)
         if not self.tie_word_embeddings:
             parameters["lm_head"] = matrix(V, E, divided=2)
@@ -480,7 +480,9 @@ class ModelConfig:
 
         The result is a `ModelConfig`, also if this is a `LlamaConfig`.
         """
-        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(ModelConfig)}
+        fields = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(ModelConfig)
+        }
         return ModelConfig(**fields | changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -531,15 +533,16 @@ def find_difference(a: Any, b: Any, name: str = "") -> tuple[str, Any, Any] | No
         for field in dataclasses.fields(a):
             if field.compare:
                 inner = f"{name}.{field.name}".removeprefix(".")
-                if found := find_difference(getattr(a, field.name), getattr(b, field.name), inner):
-                    return found
+                x, y = getattr(a, field.name), getattr(b, field.name)
+                if difference := find_difference(x, y, inner):
+                    return difference
         return None
     if isinstance(a, tuple) and isinstance(b, tuple):
         xs, ys = cast(tuple[Any, ...], a), cast(tuple[Any, ...], b)
         if len(xs) != len(ys):
             return name, xs, ys
         pairs = enumerate(zip(xs, ys, strict=True))
-        found = (find_difference(x, y, f"{name}[{index}]") for index, (x, y) in pairs)
-        return next(filter(None, found), None)
+        differences = (find_difference(x, y, f"{name}[{index}]") for index, (x, y) in pairs)
+        return next(filter(None, differences), None)
     is_close = isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-12)
     return None if a == b or is_close else (name, cast(Any, a), cast(Any, b))

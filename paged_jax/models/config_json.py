@@ -62,18 +62,18 @@ class ConfigEntries(Mapping[str, Any]):
         return {key for key, value in self._values.items() if value is not None} - self._keys_read
 
 
-def warn_of_unknown(place: str, keys: Iterable[str], architecture: str) -> None:
+def warn_of_unknown(source: str, keys: Iterable[str], architecture: str) -> None:
     """Warn of entries that are not read; without keys, do nothing.
 
     Args:
-      place: file or object that contains the entries.
+      source: file or object that contains the entries.
       keys: keys of the entries.
       architecture: class of the model in transformers.
     """
     if names := ", ".join(sorted(keys)):
         warnings.warn(
-            f"LlamaConfig: {place} must only contain known entries, got {names}. They are ignored: "
-            f"check that {architecture} works without them.",
+            f"LlamaConfig: {source} must only contain known entries, got {names}. They are "
+            f"ignored: check that {architecture} works without them.",
             stacklevel=3,
         )
 

@@ -190,10 +190,10 @@ class Decoder(PagedModel):
     def exact_refusal(self) -> str | None:
         """Return why the model does not support exact numerics, see `PagedModel`."""
         arrays = [x for x in jax.tree.leaves(self) if isinstance(x, jax.Array)]
-        known = (x for x in arrays if not isinstance(x, Tracer))
-        platforms = {device.platform for x in known for device in x.devices()}
-        others = ", ".join(sorted(platforms - {"cpu"}))
-        return f"on a device of {others}" if others else None
+        concrete = (x for x in arrays if not isinstance(x, Tracer))
+        platforms = {device.platform for x in concrete for device in x.devices()}
+        accelerators = ", ".join(sorted(platforms - {"cpu"}))
+        return f"on a device of {accelerators}" if accelerators else None
 
     @classmethod
     @names_arguments

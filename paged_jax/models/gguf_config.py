@@ -202,7 +202,7 @@ def _read_rotation(
     elif attention_factor != 1:
         raise metadata.unsupported("rope.scaling.attn_factor", f"with {kind!r}")
     elif freqs is not None:
-        divisors = [each * (1.0 if kind == "none" else factor) for each in freqs]
+        divisors = [divisor * (1.0 if kind == "none" else factor) for divisor in freqs]
         scaling = {"rope_type": "longrope", "factor": 1.0, "short_factor": divisors,
                    "long_factor": divisors, "attention_factor": 1.0}  # fmt: skip
     elif factor != 1 and kind == "linear":
@@ -216,9 +216,9 @@ def _read_rotation(
 def _check_unread(metadata: GgufMetadata) -> None:
     """Reject entries of the architecture that nobody has read, and warn of unknown entries."""
     prefix = f"{metadata.architecture}."
-    known = (prefix, *_OTHER_PREFIXES)
-    others = [key for key in metadata.file.metadata if not key.startswith(known)]
-    warn_of_unknown(metadata.file.path, others)
+    prefixes = (prefix, *_OTHER_PREFIXES)
+    unknown_keys = [key for key in metadata.file.metadata if not key.startswith(prefixes)]
+    warn_of_unknown(metadata.file.path, unknown_keys)
     for full_key, value in metadata.file.metadata.items():
         key = full_key.removeprefix(prefix)
         if key == full_key or key in metadata.keys_read or key in _IGNORED:
@@ -234,5 +234,5 @@ def find_float_dtype(tensors: Mapping[str, TensorEntry]) -> str:
     counts: Counter[str] = Counter()
     for entry in tensors.values():
         counts[entry.type] += math.prod(entry.shape)
-    [(most, _)] = counts.most_common(1) or [("F32", 0)]
-    return {"F32": "float32", "F16": "float16"}.get(most, "bfloat16")
+    [(gguf_type, _)] = counts.most_common(1) or [("F32", 0)]
+    return {"F32": "float32", "F16": "float16"}.get(gguf_type, "bfloat16")

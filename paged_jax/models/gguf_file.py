@@ -200,7 +200,7 @@ class _HeaderReader:
         self._path = path
         self._data = data
         self._gguf = gguf
-        self._place = 0
+        self._position = 0
 
     def read(self) -> GgufFile:
         if self._take(4, "the magic number") != MAGIC:
@@ -222,7 +222,7 @@ class _HeaderReader:
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise self._error(f"general.alignment must be a power of two, got {alignment!r}")
-        data_start = -(-self._place // alignment) * alignment
+        data_start = -(-self._position // alignment) * alignment
         tensors: dict[str, TensorEntry] = {}
         for name, shape, kind, offset in infos:
             if name in tensors:
@@ -232,14 +232,14 @@ class _HeaderReader:
 
     def _entry(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> TensorEntry:
         try:
-            known = self._gguf.GGMLQuantizationType(kind)
+            gguf_type = self._gguf.GGMLQuantizationType(kind)
         except ValueError:
             raise self._error(f"tensor {name} has the unknown type {kind}") from None
-        block, block_bytes = self._gguf.GGML_QUANT_SIZES[known]
+        block, block_bytes = self._gguf.GGML_QUANT_SIZES[gguf_type]
         # llama.cpp omits trailing dimensions of size 1, but no other dimensions.
         if math.prod(shape) == 0 or shape[-1] % block:
             raise self._error(
-                f"tensor {name} has type {known.name}, so the length of its rows must be a "
+                f"tensor {name} has type {gguf_type.name}, so the length of its rows must be a "
                 f"positive multiple of {block}, got shape {list(shape)}"
             )
         num_bytes = math.prod(shape) // block * block_bytes
@@ -248,7 +248,7 @@ class _HeaderReader:
                 f"tensor {name} should be at bytes {offset} to {offset + num_bytes}, but the file "
                 f"has {len(self._data)} bytes. Download the file again"
             )
-        return TensorEntry(self._path, name, shape, known.name, offset, num_bytes)
+        return TensorEntry(self._path, name, shape, gguf_type.name, offset, num_bytes)
 
     def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._name("the name of a tensor")
@@ -275,22 +275,22 @@ class _HeaderReader:
 
     def _texts(self, key: str, count: int) -> Texts:
         self._require(_LENGTH.size * count, f"the {count} strings of {key}")
-        place, end = self._place, len(self._data)
-        bounds = [place]
+        position, end = self._position, len(self._data)
+        bounds = [position]
         unpack, data = _LENGTH.unpack_from, self._data
         for _ in range(count):
-            if place + _LENGTH.size <= end:
-                place += unpack(data, place)[0]
-            place += _LENGTH.size
-            if place > end:
+            if position + _LENGTH.size <= end:
+                position += unpack(data, position)[0]
+            position += _LENGTH.size
+            if position > end:
                 raise self._error(
                     f"must contain the {count} strings of {key}, but the file is too short. "
                     "Download it again"
                 )
-            bounds.append(place)
-        self._place = place
-        places = np.array(bounds, np.int64) - bounds[0]
-        return Texts(data[bounds[0] : place], places[:-1] + _LENGTH.size, places[1:])
+            bounds.append(position)
+        self._position = position
+        offsets = np.array(bounds, np.int64) - bounds[0]
+        return Texts(data[bounds[0] : position], offsets[:-1] + _LENGTH.size, offsets[1:])
 
     def _numbers(self, key: str, kind: int, count: int) -> np.ndarray:
         types = self._gguf.GGUFValueType
@@ -308,11 +308,11 @@ class _HeaderReader:
 
     def _count(self, name: str, least_bytes: int) -> int:
         count = self._number("<Q", f"the number of {name}")
-        left = len(self._data) - self._place
-        if count * least_bytes > left:
+        num_left = len(self._data) - self._position
+        if count * least_bytes > num_left:
             raise self._error(
-                f"declares {count} {name}, which do not fit into the remaining {left} bytes. The "
-                "file is damaged"
+                f"declares {count} {name}, which do not fit into the remaining {num_left} bytes. "
+                "The file is damaged"
             )
         return count
 
@@ -334,15 +334,15 @@ class _HeaderReader:
 
     def _take(self, num_bytes: int, name: str) -> bytes:
         self._require(num_bytes, name)
-        self._place += num_bytes
-        return self._data[self._place - num_bytes : self._place]
+        self._position += num_bytes
+        return self._data[self._position - num_bytes : self._position]
 
     def _require(self, num_bytes: int, name: str) -> None:
-        left = len(self._data) - self._place
-        if num_bytes > left:
+        num_left = len(self._data) - self._position
+        if num_bytes > num_left:
             raise self._error(
-                f"must contain {num_bytes} bytes of {name}, but only {left} are left. Download the "
-                "file again"
+                f"must contain {num_bytes} bytes of {name}, but only {num_left} are left. "
+                "Download the file again"
             )
 
     def _error(self, problem: str) -> GgufError:

@@ -149,14 +149,14 @@ class GgufMetadata:
         kinds = [SLIDING if window and sliding else FULL for sliding in is_sliding]
         return {"sliding_window": window or None, "layer_types": kinds}
 
-    def unsupported(self, name: str, what: str = "") -> UnsupportedConfigError:
+    def unsupported(self, name: str, detail: str = "") -> UnsupportedConfigError:
         """Return the error for an unsupported metadata entry or tensor.
 
-        `name` is the name of the entry or tensor, and `what` describes the unsupported value.
+        `name` is the name of the entry or tensor, and `detail` describes the unsupported value.
         """
         return UnsupportedConfigError(
-            f"{self.file.path}: {name}{' ' * bool(what)}{what} is not supported for architecture "
-            f"{self.architecture}."
+            f"{self.file.path}: {name}{' ' * bool(detail)}{detail} is not supported for "
+            f"architecture {self.architecture}."
         )
 
     def wrong(self, key: str, kind: str, value: Any) -> GgufError:

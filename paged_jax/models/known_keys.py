@@ -159,10 +159,10 @@ def check_unread(
 def _check_layer_types(config: Mapping[str, Any], num_layers: int, architecture: str) -> None:
     """Check that all layers are of the usual type."""
     names = read_names(config, "layer_types", num_layers) or ()
-    if others := {*names} - {FULL}:
+    if unsupported := {*names} - {FULL}:
         raise UnsupportedConfigError(
             f"LlamaConfig: layer_types must only contain {FULL!r} for {architecture}, got "
-            f"{min(others)!r}."
+            f"{min(unsupported)!r}."
         )
 
 
@@ -188,7 +188,7 @@ def _is_harmless(key: str, value: Any) -> bool:
     if key not in _HARMLESS_VALUES:
         return False
     values = value if isinstance(value, list) else [value]
-    return all(each == _HARMLESS_VALUES[key] for each in values)
+    return all(element == _HARMLESS_VALUES[key] for element in values)
 
 
 def check_layer_changes(config: Mapping[str, Any], num_layers: int, architecture: str) -> None:

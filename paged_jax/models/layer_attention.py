@@ -235,8 +235,8 @@ class Recurrence(NamedTuple):
             inputs, index = token
             rows = tuple(StateRows(pool, 0, entries, entries, backend) for pool in pools)
             count = (index < num_tokens).astype(jnp.int32)
-            out, new = self.advance(tuple(x[:, None] for x in inputs), rows, count)
-            return tuple(each.pool for each in new), out[:, 0]
+            out, new_rows = self.advance(tuple(x[:, None] for x in inputs), rows, count)
+            return tuple(state_rows.pool for state_rows in new_rows), out[:, 0]
 
         tokens = tuple(inputs)
         steps = jnp.arange(tokens[0].shape[0], dtype=jnp.int32)

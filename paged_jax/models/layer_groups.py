@@ -148,7 +148,7 @@ class LayerGroup(NamedTuple):
 
         A float32 element counts as two of them.
         """
-        sizes = (math.prod(each.shape) * (1 + (each.dtype == "float32")) for each in self.states)
+        sizes = (math.prod(state.shape) * (1 + (state.dtype == "float32")) for state in self.states)
         return len(self.layers) * sum(sizes)
 
 
@@ -211,7 +211,7 @@ def group_layers(
     for layer, (rule, kv) in enumerate(zip(rules, kv_shapes, strict=True)):
         if kv is not None:
             layers.setdefault((rule, kv), []).append(layer)
-    groups = [LayerGroup(rule, tuple(own), kv) for (rule, kv), own in layers.items()]
+    groups = [LayerGroup(rule, tuple(layer_ids), kv) for (rule, kv), layer_ids in layers.items()]
     # The sort is stable: of groups that keep equally many tokens, that of the first layer is first.
     return tuple(sorted(groups, key=lambda group: -group.retention.num_tokens))
 
@@ -232,7 +232,8 @@ def group_states(states: Sequence[tuple[StateShape, ...]]) -> tuple[LayerGroup, 
         if arrays:
             layers.setdefault(arrays, []).append(layer)
     return tuple(
-        LayerGroup(LastState(), tuple(own), None, arrays) for arrays, own in layers.items()
+        LayerGroup(LastState(), tuple(layer_ids), None, arrays)
+        for arrays, layer_ids in layers.items()
     )
 
 
@@ -256,8 +257,8 @@ def layer_places(
       ((1, 0), (0, 0), None, (1, 1), (0, 0))
     """
     places = {
-        layer: (index, number)
+        layer: (index, position)
         for index, group in enumerate(groups)
-        for number, layer in enumerate(group.layers)
+        for position, layer in enumerate(group.layers)
     }
     return tuple(places.get(layer) for layer in kv_sources)

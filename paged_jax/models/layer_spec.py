@@ -92,7 +92,9 @@ class LayerSpec:
     def name_of_dtype(self) -> str:
         """Name of a parameter that has the floating-point dtype of the model."""
         parameters = self.parameters(1).items()
-        return next(name for name, each in parameters if each.initial and not each.dtype)
+        return next(
+            name for name, parameter in parameters if parameter.initial and not parameter.dtype
+        )
 
     @property
     def can_stack(self) -> bool:

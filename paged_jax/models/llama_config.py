@@ -437,10 +437,10 @@ def _check_layer_types(config: LlamaConfig) -> None:
             f"LlamaConfig: mixer must be set if and only if layer_types contains {RECURRENT!r} or "
             f"{HYBRID!r}, got mixer {config.mixer} and layer_types {list(kinds)}."
         )
-    if others := set(kinds) - set(LAYER_TYPES):
+    if unsupported := set(kinds) - set(LAYER_TYPES):
         raise UnsupportedConfigError(
             f"LlamaConfig: layer_types must only contain {', '.join(map(repr, LAYER_TYPES))}, got "
-            f"{min(others)!r}."
+            f"{min(unsupported)!r}."
         )
     if SLIDING in kinds and config.sliding_window is None:
         raise ValueError(
@@ -452,21 +452,21 @@ def _check_layer_types(config: LlamaConfig) -> None:
             "LlamaConfig: attention_chunk_size must be an integer if layer_types contains "
             f"{CHUNKED!r}, otherwise null, got {chunk} and layer_types {list(kinds)}."
         )
-    if others := set(mlp_kinds) - set(MLP_TYPES):
+    if unsupported := set(mlp_kinds) - set(MLP_TYPES):
         raise ValueError(
             f"LlamaConfig: mlp_layer_types must have {' or '.join(map(repr, MLP_TYPES))} for each "
-            f"layer, got {min(others)!r}."
+            f"layer, got {min(unsupported)!r}."
         )
     if mlp_kinds and (SPARSE in mlp_kinds) != bool(config.num_experts):
         raise ValueError(
             f"LlamaConfig: mlp_layer_types must contain {SPARSE!r} if and only if num_experts is "
             f"positive, got {list(mlp_kinds)} and num_experts {config.num_experts}."
         )
-    own = config.layer_kinds[: config.num_hidden_layers - config.num_kv_shared_layers]
-    if own and (others := set(config.layer_kinds) - set(own)):
+    kinds_with_kv = config.layer_kinds[: config.num_hidden_layers - config.num_kv_shared_layers]
+    if kinds_with_kv and (missing := set(config.layer_kinds) - set(kinds_with_kv)):
         raise ValueError(
             "LlamaConfig: num_kv_shared_layers must leave at least one layer of type "
-            f"{min(others)!r} that computes keys and values, got {config.num_kv_shared_layers}."
+            f"{min(missing)!r} that computes keys and values, got {config.num_kv_shared_layers}."
         )
 
 
@@ -566,8 +566,8 @@ class _LayerBuilder:
         D, K = config.head_dim, config.num_key_value_heads
         local = KVShape(K, D, D)
         global_D = config.global_head_dim or D
-        whole = KVShape(config.num_global_key_value_heads or K, global_D, global_D)
-        return {FULL: whole, HYBRID: whole, SLIDING: local, CHUNKED: local}.get(self._kind)
+        full = KVShape(config.num_global_key_value_heads or K, global_D, global_D)
+        return {FULL: full, HYBRID: full, SLIDING: local, CHUNKED: local}.get(self._kind)
 
     def _attention(self, kv: KVShape) -> AttentionPart:
         config, kind = self.config, self._kind

@@ -42,17 +42,19 @@ def get_matrix(
       layer: index of `module` in the stack, i32 ``[]``; None without a stack.
       int8_inputs: whether matmuls round their inputs to int8, see `Weight`.
     """
-    whole = None
+    weight_stack = None
     if stack is not None and layer is not None:
         # `module` is a slice of the stack. Gradients must flow through the slice, not the stack.
-        whole = Stack(lax.stop_gradient(_parameters(stack, name)), layer)
+        weight_stack = Stack(lax.stop_gradient(_parameters(stack, name)), layer)
     arrays = _parameters(module, name)
-    return Weight.of_format(arrays, format, dtype, whole, int8_inputs=int8_inputs)
+    return Weight.of_format(arrays, format, dtype, weight_stack, int8_inputs=int8_inputs)
 
 
 def _parameters(module: "nnx.Module", name: str) -> WeightArrays:
     parameters = (getattr(module, name + suffix, None) for suffix in ("", *SUFFIXES))
-    return WeightArrays(*(None if each is None else each[...] for each in parameters))
+    return WeightArrays(
+        *(None if parameter is None else parameter[...] for parameter in parameters)
+    )
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,8 @@ class LayerParameters:
 
         if hasattr(layer, name):
             return find(layer, self.stack, self.index)
-        numbers = sorted((key for key in vars(layer) if key.isdecimal()), key=int)
-        return LayerWeights(tuple(find(getattr(layer, key)) for key in numbers), self.index)
+        layer_keys = sorted((key for key in vars(layer) if key.isdecimal()), key=int)
+        return LayerWeights(tuple(find(getattr(layer, key)) for key in layer_keys), self.index)
 
     def linear(self, x: jax.Array, name: str) -> jax.Array:
         """Multiply the last dimension of `x` by the matrix with this name, see `linear`."""

@@ -62,7 +62,7 @@ def matrix_name(name: str) -> str:
       >>> [matrix_name(name) for name in ("layers.0.o_proj", "layers.0.o_proj_scale", "norm")]
       ['layers.0.o_proj', 'layers.0.o_proj', 'norm']
     """
-    suffix = next((each for each in SUFFIXES if name.endswith(each)), "")
+    suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
     return name.removesuffix(suffix)
 
 
@@ -125,18 +125,22 @@ class MatrixFormats:
         if (format := DTYPE_FORMATS.get(name_of(dtype))) is None:
             return cls(WeightFormat(name_of(dtype)))
         floats = WeightFormat(name_of(config.dtype))
-        others: dict[str, WeightFormat] = {}
+        other_formats: dict[str, WeightFormat] = {}
         for name, parameter in config.matrices():
             if parameter.stays_float:
-                others[name] = floats
+                other_formats[name] = floats
             elif not fits(format, parameter.shape[-1]):
-                others[name] = DTYPE_FORMATS["int8"]
+                other_formats[name] = DTYPE_FORMATS["int8"]
         head = "embed_tokens"
         if not config.tie_word_embeddings:
-            others["embed_tokens"], head = floats, "lm_head"
-        others[head] = DTYPE_FORMATS["int8"]
-        others = {name: each for name, each in others.items() if each != format}
-        return cls(format, tuple(sorted(others.items())))
+            other_formats["embed_tokens"], head = floats, "lm_head"
+        other_formats[head] = DTYPE_FORMATS["int8"]
+        other_formats = {
+            name: matrix_format
+            for name, matrix_format in other_formats.items()
+            if matrix_format != format
+        }
+        return cls(format, tuple(sorted(other_formats.items())))
 
     @classmethod
     def create(
@@ -155,8 +159,8 @@ class MatrixFormats:
             kind = _LAYER.sub("layers.", name)
             short[kind if len(kinds[kind]) == 1 else name] = format
         default = default or max(dict.fromkeys(short.values()), key=list(short.values()).count)
-        others = {name: format for name, format in short.items() if format != default}
-        return cls(default, tuple(sorted(others.items())))
+        other_formats = {name: format for name, format in short.items() if format != default}
+        return cls(default, tuple(sorted(other_formats.items())))
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "MatrixFormats":
@@ -165,17 +169,17 @@ class MatrixFormats:
         Raises:
           TypeError, KeyError: `content` has missing or unknown keys.
         """
-        others = {name: _read_format(each) for name, each in content["others"].items()}
-        return cls(_read_format(content["default"]), tuple(sorted(others.items())))
+        other_formats = {name: _read_format(entry) for name, entry in content["others"].items()}
+        return cls(_read_format(content["default"]), tuple(sorted(other_formats.items())))
 
     def to_dict(self) -> dict[str, Any]:
         """Convert the formats, which must be plain, to a dict that can be written as JSON."""
-        others = {name: _write_format(each) for name, each in self.others}
-        return {"default": _write_format(self.default), "others": others}
+        other_formats = {name: _write_format(format) for name, format in self.others}
+        return {"default": _write_format(self.default), "others": other_formats}
 
     def __getitem__(self, name: str) -> WeightFormat:
-        others = dict(self.others)
-        return others.get(name) or others.get(_LAYER.sub("layers.", name)) or self.default
+        by_name = dict(self.others)
+        return by_name.get(name) or by_name.get(_LAYER.sub("layers.", name)) or self.default
 
     @property
     def differing(self) -> tuple[str, ...]:
@@ -186,21 +190,21 @@ class MatrixFormats:
     @property
     def all_formats(self) -> tuple[WeightFormat, ...]:
         """The default and the formats in `others`."""
-        return self.default, *(each for _, each in self.others)
+        return self.default, *(format for _, format in self.others)
 
     @property
     def is_quantised(self) -> bool:
         """Whether any matrix may be quantised."""
-        return any(each.is_quantised for each in self.all_formats)
+        return any(format.is_quantised for format in self.all_formats)
 
     @property
     def codes(self) -> tuple[str, ...]:
         """Codes of all formats, each listed once."""
-        return tuple(dict.fromkeys(each.code for each in self.all_formats))
+        return tuple(dict.fromkeys(format.code for format in self.all_formats))
 
     def __str__(self) -> str:
         """Return the name of the first quantised format, or of the default if none is quantised."""
-        quantised = [each for each in self.all_formats if each.is_quantised]
+        quantised = [format for format in self.all_formats if format.is_quantised]
         format = quantised[0] if quantised else self.default
         code, size = format.code, format.group_size
         return _E2M1_NAMES.get(size or 0, code) if code == "e2m1" else _NAMES.get(code, code)
@@ -217,15 +221,15 @@ class MatrixFormats:
         formats = {kind: self[prefix + kind] for kind in sorted(set(kinds))}
         if index is None:
             formats |= dict.fromkeys(self.differing, WeightFormat("float32"))
-        others = {kind: each for kind, each in formats.items() if each != self.default}
-        return MatrixFormats(self.default, tuple(others.items()))
+        other_formats = {kind: format for kind, format in formats.items() if format != self.default}
+        return MatrixFormats(self.default, tuple(other_formats.items()))
 
     @property
     def plain(self) -> "MatrixFormats":
         """These formats in the plain layout."""
         default = self.default.plain
-        others = ((name, each.plain) for name, each in self.others)
-        return MatrixFormats(default, tuple(each for each in others if each[1] != default))
+        other_formats = ((name, format.plain) for name, format in self.others)
+        return MatrixFormats(default, tuple(item for item in other_formats if item[1] != default))
 
     def with_floats(self, dtype: DTypeLike) -> "MatrixFormats":
         """Return these formats, but with `dtype` for the matrices that are not quantised."""
@@ -233,8 +237,8 @@ class MatrixFormats:
         def change(format: WeightFormat) -> WeightFormat:
             return format if format.is_quantised else WeightFormat(name_of(dtype))
 
-        others = tuple((name, change(each)) for name, each in self.others)
-        return MatrixFormats(change(self.default), others)
+        other_formats = tuple((name, change(format)) for name, format in self.others)
+        return MatrixFormats(change(self.default), other_formats)
 
 
 def _read_format(entries: Mapping[str, Any]) -> WeightFormat:

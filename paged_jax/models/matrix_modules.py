@@ -46,7 +46,7 @@ def add_matrix(module: nnx.Module, name: str, w: jax.Array, format: WeightFormat
         return
     if _HAS_ONLY_SHAPES.get():
         shapes = format.shapes(w.shape)
-        arrays = WeightArrays(**{each: jnp.zeros(*shapes[each]) for each in shapes})
+        arrays = WeightArrays(**{field: jnp.zeros(*shapes[field]) for field in shapes})
     else:
         arrays = quantise(w.astype(jnp.float32), format)
     for suffix, array in zip(("", *SUFFIXES), arrays, strict=True):
@@ -79,9 +79,9 @@ def separate_matrices(stack: nnx.Module, formats: MatrixFormats, num_layers: int
     if not (kinds := formats.differing):
         return
     for layer in range(num_layers):
-        own = SeparateMatrices(formats.of_layer(layer))
+        matrices = SeparateMatrices(formats.of_layer(layer))
         for kind in kinds:
-            add_matrix(own, kind, getattr(stack, kind)[layer], own.formats[kind])
-        setattr(stack, str(layer), own)
+            add_matrix(matrices, kind, getattr(stack, kind)[layer], matrices.formats[kind])
+        setattr(stack, str(layer), matrices)
     for kind in kinds:
         delattr(stack, kind)

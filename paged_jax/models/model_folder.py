@@ -117,12 +117,14 @@ def find_adapters(names: list[str]) -> list[str]:
 
 def _nested(folder: Path, names: list[str]) -> str:
     for pattern in _NESTED:
-        found = [path.parent for path in sorted(folder.glob(f"{pattern}/config.json"))]
-        if not found:
+        folders = [path.parent for path in sorted(folder.glob(f"{pattern}/config.json"))]
+        if not folders:
             continue
         kind = " is the root of a Hugging Face cache" if "snapshots" in pattern else ""
         kind = kind or " contains other folders with models"
-        return f" The folder{kind}. Give the model's own folder, such as {_choose_snapshot(found)}."
+        return (
+            f" The folder{kind}. Give the model's own folder, such as {_choose_snapshot(folders)}."
+        )
     if any(name.startswith("models--") for name in names) or {"blobs", "refs"} <= {*names}:
         return " The folder is the root of a Hugging Face cache without a whole model. Fetch it."
     return ""
@@ -148,11 +150,11 @@ def _broken_links(folder: Path, names: list[str]) -> str:
 
 
 def _original_format(folder: Path, names: list[str]) -> str:
-    if not (found := [name for name in names if name.startswith("consolidated")]):
+    if not (weight_files := [name for name in names if name.startswith("consolidated")]):
         return ""
-    owner = "Meta" if found[0].endswith(".pth") else "Mistral"
+    owner = "Meta" if weight_files[0].endswith(".pth") else "Mistral"
     return (
-        f" The folder contains weights in {owner}'s own format ({found[0]}"
+        f" The folder contains weights in {owner}'s own format ({weight_files[0]}"
         f"{', params.json' if 'params.json' in names else ''}). Fetch config.json and the "
         "model*.safetensors of the same model, or convert it with transformers."
     )
@@ -162,11 +164,11 @@ def _shards(folder: Path, names: list[str]) -> str:
     shards = [match for name in names if (match := _SHARD.fullmatch(name))]
     if not shards:
         return ""
-    number, total = len(shards), int(shards[0][2])
-    rest = "" if number >= total else " and the missing shards"
+    count, total = len(shards), int(shards[0][2])
+    advice = "" if count >= total else " and the missing shards"
     return (
-        f" The folder contains {number} of {total} shards ({shards[0][0]}) without their index. "
-        f"Fetch model.safetensors.index.json{rest}."
+        f" The folder contains {count} of {total} shards ({shards[0][0]}) without their index. "
+        f"Fetch model.safetensors.index.json{advice}."
     )
 
 

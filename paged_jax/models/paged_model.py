@@ -673,11 +673,11 @@ def create_cache(
     for group in config.layer_groups:
         kv, rule = group.kv, group.retention
         assert kv is not None
-        most = num_slots * rule.max_in_slot(max_length, max_tokens, block_size)
+        max_blocks = num_slots * rule.max_in_slot(max_length, max_tokens, block_size)
         if groups:
-            num_blocks = rule.num_pool_blocks(groups[0].num_blocks, most)
+            num_blocks = rule.num_pool_blocks(groups[0].num_blocks, max_blocks)
         elif num_blocks is None:
-            num_blocks = most
+            num_blocks = max_blocks
         groups.append(
             CacheGroup.create(
                 num_layers=group.num_pool_layers,

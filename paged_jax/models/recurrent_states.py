@@ -61,8 +61,8 @@ def advance_states(
     group, kind, rows = _state_rows(metadata, layer, carry, backend)
     has_one_token = recurrence.inputs[0].shape[0] == num_tokens.shape[0]
     if recurrence.takes_rows and has_one_token:
-        out, new = recurrence.run(rows, num_tokens)
-        pools = tuple(each.pool for each in new)
+        out, new_rows = recurrence.run(rows, num_tokens)
+        pools = tuple(state_rows.pool for state_rows in new_rows)
     else:
         out, states = _run_over_states(rows, recurrence, num_tokens, backend)
         pools = tuple(map(set_states, rows, states))
@@ -155,10 +155,14 @@ def create_states(
     platform: str,
 ) -> StateGroup:
     """Create the state pools of a cache for a model with recurrent layers."""
-    other = KVDtype.of(dtype).query_dtype
+    default_dtype = KVDtype.of(dtype).query_dtype
     arrays = [
         [
-            (len(group.layers), padded_state_shape(array.shape, platform), array.dtype or other)
+            (
+                len(group.layers),
+                padded_state_shape(array.shape, platform),
+                array.dtype or default_dtype,
+            )
             for array in group.states
         ]
         for group in config.state_groups

@@ -271,15 +271,15 @@ def _scale(frequencies: np.ndarray, scaling: RopeScaling, rope: Rope) -> np.ndar
         is_long = rope.max_position_embeddings > scaling.original_max_position_embeddings
         return frequencies / np.array(scaling.long_factor if is_long else scaling.short_factor)
     if scaling.rope_type == "llama3":
-        kept = _kept_by_llama3(frequencies, scaling)
+        extrapolated = _llama3_extrapolation(frequencies, scaling)
     elif scaling.rope_type == "yarn":
-        kept = _kept_by_yarn(rope, scaling)
+        extrapolated = _yarn_extrapolation(rope, scaling)
     else:  # "dynamic" scales in `Rope.angles`
         return frequencies
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+    return frequencies * (extrapolated + (1 - extrapolated) / scaling.factor)
 
 
-def _kept_by_llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+def _llama3_extrapolation(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     """Return the weight w of each pair's original frequency in "llama3" scaling, 0 to 1.
 
     The frequency after scaling is ``w * original + (1 - w) * original / factor``. w is 1 for pairs
@@ -293,7 +293,7 @@ def _kept_by_llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray
     return np.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
 
 
-def _kept_by_yarn(rope: Rope, scaling: RopeScaling) -> np.ndarray:
+def _yarn_extrapolation(rope: Rope, scaling: RopeScaling) -> np.ndarray:
     """Return the weight w of each pair's original frequency in "yarn" scaling, 0 to 1.
 
     The frequency after scaling is ``w * original + (1 - w) * original / factor``. w is 1 for pairs
@@ -366,7 +366,7 @@ def all_rotations(
     None for layers without attention, which are None in `layers`.
     """
     ropes = dict.fromkeys(kind[:2] for kind in layers if kind is not None)
-    angles = {each: rotations(positions, *each, backend) for each in ropes}
+    angles = {rope: rotations(positions, *rope, backend) for rope in ropes}
     scales = dict.fromkeys(kind[2] for kind in layers if kind is not None and kind[2] is not None)
     factors = {None: None} | {scale: scale.factors(positions) for scale in scales}
     return [kind and Rotation(*angles[kind[:2]], factors[kind[2]]) for kind in layers]

@@ -126,9 +126,9 @@ def _attend_to(
         """Return the blocks of all sequences, ``[1, B * num_blocks, K, block_size, ...]``."""
         if x is None:
             return None
-        rest = x.shape[2:]
-        x = jnp.pad(x, ((0, 0), (0, num_blocks * block_size - T), *[(0, 0)] * len(rest)))
-        x = x.reshape(B * num_blocks, block_size, *rest)
+        head_shape = x.shape[2:]
+        x = jnp.pad(x, ((0, 0), (0, num_blocks * block_size - T), *[(0, 0)] * len(head_shape)))
+        x = x.reshape(B * num_blocks, block_size, *head_shape)
         return jnp.swapaxes(x, 1, 2)[None]
 
     k, v = (None if x is None else x.astype(kv_dtype.values) for x in kv)

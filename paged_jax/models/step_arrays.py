@@ -48,7 +48,7 @@ def as_step_arrays(
     else:
         letters = {"token_ids": "BT", "slots": "B", "num_tokens": "B"}
     arrays = as_arrays(function, token_ids=token_ids, slots=slots, num_tokens=num_tokens)
-    bind(function, **{name: (arrays[name], each) for name, each in letters.items()})
+    bind(function, **{name: (arrays[name], dims) for name, dims in letters.items()})
     rows = as_int32(function, **arrays)
     if not has_tiles:
         check_distinct_slots(function, slots)

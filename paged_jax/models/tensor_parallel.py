@@ -75,8 +75,8 @@ class DeviceShard:
         first = self.index * num_rows
         rows = jnp.clip(token_ids, 0, self.vocab_size - 1) - first
         is_here = (rows >= 0) & (rows < num_rows)
-        found = look_up(table, jnp.where(is_here, rows, 0))
-        return self.all_reduce_sum(jnp.where(is_here[:, None], found, 0))
+        embeddings = look_up(table, jnp.where(is_here, rows, 0))
+        return self.all_reduce_sum(jnp.where(is_here[:, None], embeddings, 0))
 
     def gather_logits(self, logits: jax.Array) -> jax.Array:
         """Gather each device's part of the logits, and return all logits ``[..., V]``."""
@@ -223,10 +223,10 @@ class TensorParallel:
             num_inputs = count_inputs(shape[-1], format.code)
             unit = format.unit
             if format.has_order or num_inputs // self.num_devices % unit:
-                has = "reordered" if format.has_order else f"stored in units of {unit}"
+                layout = "reordered" if format.has_order else f"stored in units of {unit}"
                 raise ValueError(
                     f"{function}: tensor_parallel_size must divide the {num_inputs} inputs of "
-                    f"{name}, which are {has}, got {self.num_devices}. Load the model from its "
+                    f"{name}, which are {layout}, got {self.num_devices}. Load the model from its "
                     "files with this number of devices, or with dequantise=True."
                 )
 
@@ -274,7 +274,7 @@ class TensorParallel:
         parameter, wide = self.config.parameter(name), self.wide_config.parameter(name)
         if parameter.pieces is None or parameter.divided is None:
             return None
-        num_heads, num_copied = (each.shape[-parameter.divided] for each in (parameter, wide))
+        num_heads, num_copied = (variant.shape[-parameter.divided] for variant in (parameter, wide))
         if num_heads == num_copied:
             return None
         devices = np.asarray(self.mesh.devices).reshape(-1, num_copied // num_heads)
@@ -322,13 +322,13 @@ def _widener(mesh: Mesh, axis: int, pieces: Pieces) -> Convert:
     """
 
     def widen(x: jax.Array) -> jax.Array:
-        own = _split(x, axis + 1, pieces, 1)
+        arrays = _split(x, axis + 1, pieces, 1)
         for i, (_, is_kept) in enumerate(pieces):
             if not is_kept:
-                num_rows = own[i].shape[axis + 1] // mesh.shape["copies"]
+                num_rows = arrays[i].shape[axis + 1] // mesh.shape["copies"]
                 start = lax.axis_index("copies") * num_rows
-                own[i] = lax.dynamic_slice_in_dim(own[i], start, num_rows, axis + 1)
-        return jnp.concatenate(own, axis + 1)
+                arrays[i] = lax.dynamic_slice_in_dim(arrays[i], start, num_rows, axis + 1)
+        return jnp.concatenate(arrays, axis + 1)
 
     narrow_spec, wide_spec = _specs_of_heads(axis)
     return jax.jit(
@@ -341,11 +341,11 @@ def _narrower(mesh: Mesh, axis: int, pieces: Pieces) -> Convert:
     """Return the inverse of the function that `_widener` returns for the same arguments."""
 
     def narrow(x: jax.Array) -> jax.Array:
-        whole = _split(x, axis + 1, pieces, mesh.shape["copies"])
+        arrays = _split(x, axis + 1, pieces, mesh.shape["copies"])
         for i, (_, is_kept) in enumerate(pieces):
             if not is_kept:
-                whole[i] = lax.all_gather(whole[i], "copies", axis=axis + 1, tiled=True)
-        return jnp.concatenate(whole, axis + 1)
+                arrays[i] = lax.all_gather(arrays[i], "copies", axis=axis + 1, tiled=True)
+        return jnp.concatenate(arrays, axis + 1)
 
     narrow_spec, wide_spec = _specs_of_heads(axis)
     return jax.jit(
@@ -356,8 +356,8 @@ def _narrower(mesh: Mesh, axis: int, pieces: Pieces) -> Convert:
 def _split(x: jax.Array, axis: int, pieces: Pieces, num_copies: int) -> list[jax.Array]:
     """Split a parameter, or one of its `num_copies` copies, into its pieces along `axis`."""
     counts = [rows and (rows if is_kept else rows // num_copies) for rows, is_kept in pieces]
-    rest = x.shape[axis] - sum(filter(None, counts))
-    sizes = [rest if count is None else count for count in counts]
+    num_remaining = x.shape[axis] - sum(filter(None, counts))
+    sizes = [num_remaining if count is None else count for count in counts]
     return jnp.split(x, np.cumsum(sizes)[:-1].tolist(), axis)
 
 
