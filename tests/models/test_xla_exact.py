@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paged_jax import LLM, SamplingParams, log_probs, rollout
-from paged_jax.kernels.cpu import backend
+from paged_jax.kernels import op
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.llama_config import LlamaConfig
 from tests.support import references
@@ -84,9 +84,9 @@ def test_with_numerics_chooses_the_exact_backend(monkeypatch) -> None:
     assert in_jax.resolve_backend(None) == "xla_exact"
     assert in_jax.with_numerics(cache_dtype="bfloat16").resolve_backend(None) == "xla_exact"
     refused = dataclasses.replace(
-        backend.CPU_EXACT, unavailable_for=lambda *_: "there is no compiler"
+        op.BACKENDS["cpu_exact"], unavailable_for=lambda *_: "there is no compiler"
     )
-    monkeypatch.setattr(backend, "CPU_EXACT", refused)
+    monkeypatch.setitem(op._ADDED, "cpu_exact", refused)
     assert model.with_numerics("exact").resolve_backend(None) == "xla_exact"
     with pytest.raises(ValueError, match=r"backend='cpu', got 'exact': there is no compiler"):
         model.with_numerics("exact", backend="cpu")
