@@ -205,16 +205,16 @@ class BeamChoice:
             key=lambda candidate: -candidate[0],
         )
         width = self.params.beam_width
-        continued: list[Beam] = []
-        ended: list[Beam] = []
+        running_beams: list[Beam] = []
+        ended_beams: list[Beam] = []
         for cum_logprob, parent, token_id in candidates:
             is_end = token_id in self._end_ids
-            chosen = ended if is_end else continued
-            if len(chosen) < width:
+            beams = ended_beams if is_end else running_beams
+            if len(beams) < width:
                 token_ids = (*self.beams[parent].token_ids, token_id)
-                chosen.append(Beam(token_ids, cum_logprob, parent, is_end))
-        self._completed = self._best(self._completed + ended)
-        self.beams = continued
+                beams.append(Beam(token_ids, cum_logprob, parent, is_end))
+        self._completed = self._best(self._completed + ended_beams)
+        self.beams = running_beams
 
     @property
     def is_done(self) -> bool:
@@ -227,11 +227,11 @@ class BeamChoice:
         # at most `max_bias` to the sum of log-probabilities. For a fixed sum, the score is
         # monotonic in the length, so its maximum is at the shortest or at the longest possible
         # length.
-        num_prompt, num_left = len(self.prompt_token_ids), self.max_tokens - self.num_generated
-        best = self.beams[0].cum_logprob + num_left * self._max_bias
+        num_prompt, num_remaining = len(self.prompt_token_ids), self.max_tokens - self.num_generated
+        best = self.beams[0].cum_logprob + num_remaining * self._max_bias
         lengths = self.num_tokens, num_prompt + self.max_tokens
-        hope = max(best / length**self.params.length_penalty for length in lengths)
-        return hope <= self._score(self._completed[-1])
+        max_score = max(best / length**self.params.length_penalty for length in lengths)
+        return max_score <= self._score(self._completed[-1])
 
     def best(self) -> list[Beam]:
         """Return the best W beams so far, complete or not, the best first."""
@@ -362,8 +362,10 @@ class _Search(BeamChoice):
         """
         num_prompt = len(self.prompt_token_ids)
         num_common = block_budget.num_shared(num_prompt)
-        num_each = block_budget.num_wanted(num_cached_tokens_at(num_prompt + self.max_tokens))
-        return num_common + self.params.beam_width * (num_each - num_common)
+        blocks_per_beam = block_budget.num_wanted(
+            num_cached_tokens_at(num_prompt + self.max_tokens)
+        )
+        return num_common + self.params.beam_width * (blocks_per_beam - num_common)
 
     def last_token(self, beam: Beam) -> int:
         """Return the last token of a beam, the only one that is not in the cache yet."""

@@ -69,12 +69,12 @@ class BlockMeter:
             num_new = dict(zip(plan.decodes, tokens.num_new.tolist(), strict=False))
         # Also count sequences that ended after this step was queued, because they still used their
         # blocks during the step.
-        ended = [sequence for sequence in plan.decodes if sequence.slot is None]
+        ended_sequences = [sequence for sequence in plan.decodes if sequence.slot is None]
         # Blocks that leave a window while a program runs are freed only by the next program. So
         # count the blocks that the window contained when the last program began.
         row = self._scheduler.block_budget.num_in_row
         starts: list[tuple[int, int]] = []
-        for sequence in [*self._scheduler.running, *ended]:
+        for sequence in [*self._scheduler.running, *ended_sequences]:
             num_drawn = num_new.get(sequence, 0)
             start = sequence.num_computed if num_drawn else sequence.program_start
             starts.append((sequence.num_computed + num_drawn, start))

@@ -355,7 +355,9 @@ class EngineConfig:
 
 
 # Maps the names of vLLM's options to the names of the corresponding options of `EngineConfig`.
-VLLM_NAMES = {each.vllm: each.name for each in options_of(EngineConfig) if each.vllm is not None}
+VLLM_NAMES = {
+    option.vllm: option.name for option in options_of(EngineConfig) if option.vllm is not None
+}
 
 
 def takes_options(
@@ -380,8 +382,8 @@ def takes_options(
             refuse_unknown("Engine", fields, unknown, VLLM_NAMES)
             init(self, config(*args, **options))
 
-        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        init_from_options.__signature__ = inspect.Signature([own, *fields.values()])  # type: ignore[attr-defined]
+        self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        init_from_options.__signature__ = inspect.Signature([self_parameter, *fields.values()])  # type: ignore[attr-defined]
         return init_from_options
 
     return decorate

@@ -48,7 +48,7 @@ from paged_jax.runner.processes import (
     Channel,
     LeadingExecutor,
     channel_between,
-    least_of_processes,
+    minimum_of_processes,
 )
 from paged_jax.runner.runner import ModelRunner
 from paged_jax.runner.stored_programs import FirstPrograms
@@ -142,8 +142,10 @@ class EngineCore:
             memory_fraction=options.memory_fraction,
         )
         channel = channel_between(weights.arrays[0].devices())
-        if channel is not None and (least := least_of_processes(pool.num_blocks)) < pool.num_blocks:
-            pool = PoolSize(least, "the limit of another process")
+        if channel is not None:
+            min_blocks = minimum_of_processes(pool.num_blocks)
+            if min_blocks < pool.num_blocks:
+                pool = PoolSize(min_blocks, "the limit of another process")
         make = Executor
         if channel is not None and jax.process_index() == 0:
             make = functools.partial(LeadingExecutor, channel=channel)
@@ -252,17 +254,17 @@ class EngineCore:
         trace = jax.profiler.StepTraceAnnotation("engine step", step_num=self.stats.num_steps)
         with self.guard.change(), trace:
             try:
-                touched = self._run_step()
+                updated = self._run_step()
             except Exception:
                 self.stats.num_failed_steps += 1
                 raise
         self.clock.update_costs(self.scheduler)
-        ended = self.requests.ended
+        ended_requests = self.requests.ended
         try:
             self.requests.ended = []
-            return touched
+            return updated
         except BaseException:
-            self.requests.ended = ended
+            self.requests.ended = ended_requests
             raise
 
     def _run_step(self) -> list[Request]:
@@ -287,10 +289,10 @@ class EngineCore:
             self.scheduler.lookahead.close()
         with clock.postprocessing:
             self.block_meter.count_step(plan, tokens)
-            touched = self.postprocessor.postprocess(plan, tokens)
+            updated = self.postprocessor.postprocess(plan, tokens)
         clock.count_step(plan, tokens, is_ahead=self.is_ahead)
         self._drop_ended()
-        return touched
+        return updated
 
     def _schedule(self) -> PendingStep:
         """Plan the next step after the tokens of all earlier steps are known, and queue it."""
@@ -322,8 +324,8 @@ class EngineCore:
         # latest tokens yet, which it needs to draft the next ones.
         if not plan.is_ahead:
             num_planned = sum(count for _, count in plan.chunks) + len(plan.decodes)
-            most = self.scheduler.max_num_batched_tokens - num_planned
-            drafts = self.drafter.drafts(plan.decodes, most)
+            max_tokens = self.scheduler.max_num_batched_tokens - num_planned
+            drafts = self.drafter.drafts(plan.decodes, max_tokens)
             if drafts is not None:
                 tokens = self.runner.verify(plan, drafts)
                 if tokens.ok:
@@ -338,10 +340,10 @@ class EngineCore:
           RuntimeError: a plan that was not made ahead had too few free blocks for even one token
             per sequence.
         """
-        plan, drawn = pending
+        plan, result = pending
         with self.clock.decoding:
             self.executor.check()
-            tokens = self.executor.read(drawn) if isinstance(drawn, QueuedResult) else drawn
+            tokens = self.executor.read(result) if isinstance(result, QueuedResult) else result
         if tokens is not None and not tokens.num_steps and not plan.is_ahead:
             raise RuntimeError(
                 "Engine: the scheduler must leave enough free blocks for one token per sequence."

@@ -56,5 +56,5 @@ class Delivery:
 
     def drop(self, requests: Iterable[Request]) -> None:
         """Remove requests from `kept`."""
-        gone = set(requests)
-        self._kept = {request: None for request in self._kept if request not in gone}
+        dropped = set(requests)
+        self._kept = {request: None for request in self._kept if request not in dropped}

@@ -56,9 +56,9 @@ class NgramIndex:
         """
         for size in self._sizes:
             if size < len(self._token_ids):
-                place = self._after.get(tuple(self._token_ids[-size:]))
-                if place is not None:
-                    return self._token_ids[place : place + count]
+                position = self._after.get(tuple(self._token_ids[-size:]))
+                if position is not None:
+                    return self._token_ids[position : position + count]
         return []
 
 
@@ -110,10 +110,10 @@ class Drafter:
         """Return the maximum number of draft tokens of a sequence that one step can verify."""
         num_known = len(sequence.token_ids)
         # The model draws one more token after the drafts.
-        room = sequence.max_length - num_known - 1
+        max_drafts = sequence.max_length - num_known - 1
         if self._state_interval is not None:
-            room = min(room, -num_known % self._state_interval)
-        return max(room, 0)
+            max_drafts = min(max_drafts, -num_known % self._state_interval)
+        return max(max_drafts, 0)
 
     def count(self, drafts: list[list[int]], num_new: ArrayLike) -> None:
         """Update the statistics after a step that verified `drafts`.

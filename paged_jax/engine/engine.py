@@ -167,11 +167,11 @@ class Engine:
     def all_or_none(self) -> Generator[None, None, None]:
         """Return a context manager that, on an exception, removes the requests added inside it."""
         requests = self.core.requests
-        num_before, known = requests.num_added, set(requests.unfinished)
+        num_before, previous_ids = requests.num_added, set(requests.unfinished)
         try:
             yield
         except BaseException:
-            for request_id in [name for name in requests.unfinished if name not in known]:
+            for request_id in [name for name in requests.unfinished if name not in previous_ids]:
                 self.end(request_id)
             requests.num_added = num_before
             raise
@@ -224,20 +224,20 @@ class Engine:
         Raises:
           EngineAsleepError: the engine sleeps.
         """
-        touched: list[Request] = []
-        kept: list[Request] = []
+        updated: list[Request] = []
+        pending: list[Request] = []
         try:
-            touched = self.advance()
-            self.delivery.deliver(touched)
-            kept = self.delivery.kept
-            outputs = [request.output() for request in kept]
-            self.delivery.drop(kept)
+            updated = self.advance()
+            self.delivery.deliver(updated)
+            pending = self.delivery.kept
+            outputs = [request.output() for request in pending]
+            self.delivery.drop(pending)
             return outputs
         except BaseException:
             # The step was interrupted. The request table no longer has the requests that ended in
             # this step, so keep them in `delivery`. The next call of `step` returns them.
-            self.delivery.deliver(touched)
-            self.delivery.keep(kept)
+            self.delivery.deliver(updated)
+            self.delivery.keep(pending)
             raise
 
     def advance(self) -> list[Request]:

@@ -242,15 +242,17 @@ class Footprint(NamedTuple):
         # window has at most `max_blocks`. Find the pools that reach this maximum, beginning with
         # the smallest maximum, and subtract their bytes from `num_bytes`. The bytes that remain are
         # divided among the other pools, which have equal numbers of blocks.
-        others = [group for group in self.groups[1:] if group.retention.frees]
-        growing = sum(group.block + with_overhead * group.overhead for group in self.token_groups)
-        for group in sorted(others, key=lambda group: group.max_blocks):
-            if num_bytes // growing <= group.max_blocks:
+        window_groups = [group for group in self.groups[1:] if group.retention.frees]
+        bytes_per_block = sum(
+            group.block + with_overhead * group.overhead for group in self.token_groups
+        )
+        for group in sorted(window_groups, key=lambda group: group.max_blocks):
+            if num_bytes // bytes_per_block <= group.max_blocks:
                 break
             size = group.block + with_overhead * group.overhead
             num_bytes -= group.max_blocks * size
-            growing -= size
-        return max(0, num_bytes // growing)
+            bytes_per_block -= size
+        return max(0, num_bytes // bytes_per_block)
 
     def check_fits(self, field: str, memory: int) -> None:
         """Check that `memory` has room for `fixed` and at least one block.
@@ -317,9 +319,11 @@ def footprint(
     has_experts = bool(config.num_experts)
     if any(copies_weights(platform, dtype, has_experts=has_experts) for dtype in dtypes):
         copies = 4 * num_parameters(shard or config)
-        steps = {program: taken + copies for program, taken in steps.items()}
+        steps = {program: num_bytes + copies for program, num_bytes in steps.items()}
     rows = _STATE_COPIES * sizes.num_slots * max(states, default=0)
-    steps = {name: taken + rows * (name in _MODEL_PROGRAMS) for name, taken in steps.items()}
+    steps = {
+        name: num_bytes + rows * (name in _MODEL_PROGRAMS) for name, num_bytes in steps.items()
+    }
     rules = [group.retention for group in groups]
     if states:
         recurrent = LastState(), len(states), sum(states), 0, 1, sizes.num_states
@@ -334,11 +338,11 @@ def footprint(
 
 def _layer_states(config: ModelConfig, kv_dtype: DTypeLike, platform: str) -> list[int]:
     """Return, for each recurrent layer, the bytes of a single sequence's state."""
-    other = KVDtype.of(kv_dtype).query_dtype
+    default_dtype = KVDtype.of(kv_dtype).query_dtype
 
     def num_bytes(array: StateShape) -> int:
         size = math.prod(padded_state_shape(array.shape, platform))
-        return size * jnp.dtype(array.dtype or other).itemsize
+        return size * jnp.dtype(array.dtype or default_dtype).itemsize
 
     return [
         sum(map(num_bytes, group.states)) for group in config.state_groups for _ in group.layers
@@ -351,7 +355,7 @@ def _group_footprints(
     groups, block_size = [], sizes.block_size
     for group in config.layer_groups:
         rule = group.retention
-        held = rule.max_in_slot(sizes.max_model_len, sizes.most_tokens, block_size)
+        blocks_per_slot = rule.max_in_slot(sizes.max_model_len, sizes.most_tokens, block_size)
         block = block_bytes(config, block_size, kv_dtype, platform, [group])
         overhead = record_bytes(block_size) + _SEARCH_BYTES
         if not sets_rows_in_place(platform, kv_dtype):
@@ -359,8 +363,10 @@ def _group_footprints(
             # the same dtype and a copy in float32, but not of all layers at the same time. These
             # copies were measured to take 1.4 to 1.5 times the memory of the pools.
             overhead += block * 3 // 2
-        most = sizes.num_slots * held
-        groups.append(GroupFootprint(rule, len(group.layers), block, overhead, held, most))
+        max_blocks = sizes.num_slots * blocks_per_slot
+        groups.append(
+            GroupFootprint(rule, len(group.layers), block, overhead, blocks_per_slot, max_blocks)
+        )
     return tuple(groups)
 
 
@@ -434,8 +440,8 @@ def record_bytes(block_size: int) -> int:
     """Return the bytes that a `BlockPool` needs for the data about one block."""
     # The allocator stores these 32-bit values per block: the reference count, an entry of the free
     # queue, the digest and the token ids. `is_cached` takes one byte more.
-    numbers = 2 + NUM_DIGEST_WORDS + block_size
-    return 4 * numbers + 1
+    num_words = 2 + NUM_DIGEST_WORDS + block_size
+    return 4 * num_words + 1
 
 
 def state_bytes(vocab_size: int, sizes: Sizes, rules: Sequence[Retention] = (AllTokens(),)) -> int:
@@ -500,5 +506,7 @@ def _activation_bytes(config: ModelConfig, platform: str, num_tokens: int) -> in
 def _expert_bytes(config: ModelConfig) -> int:
     """Return the bytes of two float32 copies of an expert's gate and up weights."""
     experts = (spec.experts for spec in config.layers)
-    sizes = (each.features * (each.latent_size or config.hidden_size) for each in experts if each)
+    sizes = (
+        expert.features * (expert.latent_size or config.hidden_size) for expert in experts if expert
+    )
     return 2 * 4 * 2 * max(sizes, default=0)

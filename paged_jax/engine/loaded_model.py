@@ -67,9 +67,9 @@ class LoadedModel:
         # Load the tokenizer in another thread while this thread loads the weights. For a small
         # model, the tokenizer takes half as long as the weights.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            reading = thread.submit(load_tokenizer, options.model, options.tokenizer)
+            future = thread.submit(load_tokenizer, options.model, options.tokenizer)
             weights = load_weights(options)
-            tokenizer = reading.result()
+            tokenizer = future.result()
         generation_config = load_generation_config(options.model, tokenizer)
         config = weights.layout_model.config
         eos_token_ids = find_eos_token_ids(config, tokenizer, generation_config)
@@ -98,10 +98,10 @@ def find_files(options: EngineConfig) -> EngineConfig:
             f"{type(model).__name__}. See 'A model of another package' in docs/new-models.md."
         )
     if isinstance(model, (str, Path)):
-        given = model
-        model = find_model(given, revision=options.revision, download=options.download)
+        requested_model = model
+        model = find_model(requested_model, revision=options.revision, download=options.download)
         if not model.exists():
-            raise FileNotFoundError(f"Engine: model {describe_missing_model(given)}")
+            raise FileNotFoundError(f"Engine: model {describe_missing_model(requested_model)}")
     if isinstance(tokenizer, (str, Path)):
         tokenizer = find_model(tokenizer, download=options.download)
     return dataclasses.replace(options, model=model, tokenizer=tokenizer)
@@ -130,7 +130,7 @@ def load_weights(options: EngineConfig) -> Weights:
             apply_numerics(options, model), parallel, check_replicas=options.check_replicas
         )
     folder = bundled_folder() if model is None else Path(model)
-    given: Any = {
+    kwargs: Any = {
         "dtype": options.dtype,
         "dequantise": options.dequantise,
         "show_progress": options.show_progress,
@@ -140,15 +140,15 @@ def load_weights(options: EngineConfig) -> Weights:
         if jax.default_backend() == "cpu":
             # The kernels for CPUs are fastest with stacked layers. Other backends would copy each
             # layer out of the stack.
-            given["scan_layers"] = None if backend in (None, "cpu") else False
-        placed = from_pretrained(Decoder, model, backend=backend, **given)
-        return Weights(apply_numerics(options, placed))
+            kwargs["scan_layers"] = None if backend in (None, "cpu") else False
+        loaded = from_pretrained(Decoder, model, backend=backend, **kwargs)
+        return Weights(apply_numerics(options, loaded))
     parallel = TensorParallel.create("Engine", mesh, read_config(folder))
-    placed = Decoder.from_pretrained(folder, sharding=parallel.model_sharding, **given)
+    loaded = Decoder.from_pretrained(folder, sharding=parallel.model_sharding, **kwargs)
     # Use the config of the loaded model, because its dtype is the dtype of the loaded weights.
-    parallel = dataclasses.replace(parallel, config=placed.config)
-    placed = apply_numerics(options, placed)
-    return Weights(placed, parallel, check_replicas=options.check_replicas)
+    parallel = dataclasses.replace(parallel, config=loaded.config)
+    loaded = apply_numerics(options, loaded)
+    return Weights(loaded, parallel, check_replicas=options.check_replicas)
 
 
 def find_mesh(mesh: Mesh | None, tensor_parallel_size: int) -> Mesh | None:
@@ -212,15 +212,15 @@ def load_generation_config(
     Raises:
       ValueError: see `GenerationConfig.from_folder`.
     """
-    own = GenerationConfig() if tokenizer is None else tokenizer.generation_config
+    tokenizer_config = GenerationConfig() if tokenizer is None else tokenizer.generation_config
     if isinstance(model, PagedModel):
-        return own
-    found = GenerationConfig.from_folder(bundled_folder() if model is None else model)
-    if found.path is None:
-        return own
-    if own.path is None and own.sampling_defaults:
-        return dataclasses.replace(found, sampling_defaults=own.sampling_defaults)
-    return found
+        return tokenizer_config
+    config = GenerationConfig.from_folder(bundled_folder() if model is None else model)
+    if config.path is None:
+        return tokenizer_config
+    if tokenizer_config.path is None and tokenizer_config.sampling_defaults:
+        return dataclasses.replace(config, sampling_defaults=tokenizer_config.sampling_defaults)
+    return config
 
 
 def find_eos_token_ids(

@@ -30,15 +30,15 @@ class MaskClock:
     # is too slow, k stays 0 for a period. Then k = 1 is tried again. Each time that k = 1 is far
     # too slow (see `_FAR_TOO_LONG`), the period doubles, up to `_LONGEST_PERIOD`.
     _PERIOD, _LONGEST_PERIOD, _SAMPLES = 128, 2048, 8
-    # Let t(k) be the duration of a cycle. The ratio t(k) / t(0) must not exceed `_MOST` for k > 1,
-    # or `_MOST_OF_ONE` for k = 1. If the ratio exceeds `_FAR_TOO_LONG`, k = 1 is far too slow.
-    _MOST, _MOST_OF_ONE, _FAR_TOO_LONG = 1.05, 1.1, 1.4
+    # Let t(k) be the duration of a cycle. The ratio t(k) / t(0) must not exceed `_MAX_RATIO`
+    # (`_MAX_RATIO_OF_ONE` for k = 1). If it exceeds `_FAR_TOO_LONG`, k = 1 is far too slow.
+    _MAX_RATIO, _MAX_RATIO_OF_ONE, _FAR_TOO_LONG = 1.05, 1.1, 1.4
 
     def __init__(
         self, lookahead: Lookahead, max_steps: int, now: Callable[[], float] = time.perf_counter
     ):
         self._lookahead = lookahead
-        self._most = max(1, max_steps - 1)
+        self._max_k = max(1, max_steps - 1)
         self._now = now
         # Time at which the host last read tokens of sequences with a grammar.
         self._read_at: float | None = None
@@ -63,8 +63,8 @@ class MaskClock:
                 self._read_at = None  # No sequence has a grammar.
             return
         before, self._read_at = self._read_at, self._now()
-        has_others = len(plan.bound) < len(plan.decodes)
-        if before is None or plan.chunks or num_steps != 1 or not has_others:
+        has_unbound = len(plan.bound) < len(plan.decodes)
+        if before is None or plan.chunks or num_steps != 1 or not has_unbound:
             return
         self._num_cycles += 1
         self._samples.append(self._read_at - before)
@@ -97,11 +97,16 @@ class MaskClock:
         # A cycle has one step of all sequences and k shorter steps of fewer sequences. So one more
         # short step makes the cycle longer by a factor below 1 + 1 / (k + 1). Assume the factor
         # 1 + 0.6 / (k + 1).
-        elif seconds * (1 + 0.6 / (k + 1)) < self._plain_seconds * self._MOST and k < self._most:
+        elif (
+            seconds * (1 + 0.6 / (k + 1)) < self._plain_seconds * self._MAX_RATIO
+            and k < self._max_k
+        ):
             self._set(k + 1)
 
     def _is_too_long(self, seconds: float, k: int) -> bool:
-        return seconds > self._plain_seconds * (self._MOST if k > 1 else self._MOST_OF_ONE)
+        return seconds > self._plain_seconds * (
+            self._MAX_RATIO if k > 1 else self._MAX_RATIO_OF_ONE
+        )
 
     def _k_after_plain(self) -> int:
         """Choose the next k (see the docstring of the class) after a measurement with k = 0.

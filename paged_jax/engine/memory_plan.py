@@ -168,12 +168,12 @@ class MemoryPlan:
         leave less memory, because the pools of layers with a window grow with the number of slots.
         """
         footprint, block_size = self.footprint, self.sizes.block_size
-        taken = sum(
+        bytes_per_sequence = sum(
             (group.block + group.overhead) * group.num_held(length, block_size)
             for group in footprint.groups
         )
-        others = footprint.fixed - self.sizes.num_slots * footprint.sequence_state
-        return (self.memory - others) // taken
+        fixed = footprint.fixed - self.sizes.num_slots * footprint.sequence_state
+        return (self.memory - fixed) // bytes_per_sequence
 
     def num_running(self, length: int) -> int:
         """Return the number of sequences of `length` tokens that can run at the same time.
@@ -183,8 +183,8 @@ class MemoryPlan:
         footprint, block_size = self.footprint, self.sizes.block_size
         group_sizes = footprint.group_sizes(self.num_engine_blocks)
         pools = zip(footprint.groups, group_sizes, strict=True)
-        held = (size // group.num_held(length, block_size) for group, size in pools)
-        return min(self.sizes.num_slots, *held)
+        num_sequences = (size // group.num_held(length, block_size) for group, size in pools)
+        return min(self.sizes.num_slots, *num_sequences)
 
 
 def make_plan(
@@ -223,9 +223,9 @@ def make_plan(
       >>> plan.num_parameters, plan.token_bytes, plan.num_blocks > 20_000
       (292800, 1280, True)
     """
-    known = [each.name for each in options_of(EngineConfig) if each.decides_memory]
-    unknown = [name for name in options if name not in known]
-    refuse_unknown("plan", known, unknown, VLLM_NAMES)
+    valid_names = [option.name for option in options_of(EngineConfig) if option.decides_memory]
+    unknown = [name for name in options if name not in valid_names]
+    refuse_unknown("plan", valid_names, unknown, VLLM_NAMES)
     check_options("plan", options, EngineConfig)
     num_slots = options.get("max_num_seqs", EngineConfig.max_num_seqs)
     # The plan does not depend on the option max_num_batched_tokens. The option must be at least the
@@ -241,7 +241,7 @@ def make_plan(
     shard = shard_config("plan", config, engine.tensor_parallel_size)
     if formats is None:
         formats = MatrixFormats.of_dtype(dtype, dataclasses.replace(shard, dtype=floats.name))
-    taken = footprint(
+    engine_footprint = footprint(
         config,
         sizes,
         weights=weight_bytes(shard, floats, engine.tensor_parallel_size, formats),
@@ -251,13 +251,13 @@ def make_plan(
         shard=shard,
     )
     budget = memory_bytes if memory_fraction is None else int(memory_fraction * memory_bytes)
-    taken.check_fits("plan: memory", budget)
+    engine_footprint.check_fits("plan: memory", budget)
     total = int(share * memory_bytes) if memory_fraction is None else memory_bytes
     pool = choose_pool_size(
         platform,
-        DeviceMemory(total, in_use=taken.weights),
+        DeviceMemory(total, in_use=engine_footprint.weights),
         sizes,
-        taken,
+        engine_footprint,
         memory_fraction=memory_fraction,
     )
     return MemoryPlan(
@@ -269,10 +269,10 @@ def make_plan(
         kv_dtype=pool_dtype.name,
         platform=platform,
         sizes=sizes,
-        num_blocks=taken.num_blocks(budget),
+        num_blocks=engine_footprint.num_blocks(budget),
         pool=pool,
         memory=budget,
-        footprint=taken,
+        footprint=engine_footprint,
     )
 
 
@@ -383,8 +383,8 @@ def step_bound(plan: MemoryPlan, device: DeviceSpec, batch: int, length: int) ->
       length: number of tokens in each sequence.
     """
     layouts = [
-        weight_layout(plan.shard, plan.dtype, plan.num_devices, each)
-        for each in (plan.formats, None)
+        weight_layout(plan.shard, plan.dtype, plan.num_devices, formats)
+        for formats in (plan.formats, None)
     ]
     num_bytes, num_weights = (
         sum(

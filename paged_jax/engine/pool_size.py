@@ -108,9 +108,9 @@ def _fill_default(
         limit = f"{CACHE_FRACTION:.0%} of the memory that is free after loading the weights"
     else:
         budget = DEFAULT_CACHE_BYTES
-        where = "on CPUs" if is_on_host else "on devices that do not report their memory"
+        location = "on CPUs" if is_on_host else "on devices that do not report their memory"
         options = "num_blocks" if memory is None else "num_blocks or memory_fraction"
-        limit = f"{format_bytes(budget)}, the default {where}; set {options} to change it"
+        limit = f"{format_bytes(budget)}, the default {location}; set {options} to change it"
     num_blocks = footprint.num_fitting(budget - footprint.recurrent)
     if not num_blocks:
         states = f" and {footprint.recurrent} bytes of states" if footprint.recurrent else ""

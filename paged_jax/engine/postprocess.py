@@ -80,14 +80,14 @@ class Postprocessor:
           The requests that got tokens or ended. The ended requests are also stored in
           `RequestTable.ended`.
         """
-        touched = dict.fromkeys(self._requests.ended)
+        updated = dict.fromkeys(self._requests.ended)
         for sequence in plan.expired:
             # The scheduler has already removed the expired sequence.
-            touched[sequence.request] = None
+            updated[sequence.request] = None
             sequence.completion.end("abort", "deadline")
             self._requests.finish(sequence)
         for sequence in plan.computed:
-            touched[sequence.request] = None
+            updated[sequence.request] = None
             self._stats.num_prompt_tokens += _num_computed(sequence)
             sequence.completion.end("length")
             self._requests.finish(sequence)
@@ -97,14 +97,14 @@ class Postprocessor:
                 # Skip a sequence that ended in the previous step, after this step was queued.
                 if sequence.slot is None or not row.token_ids:
                     continue
-                touched[sequence.request] = None
+                updated[sequence.request] = None
                 self.take_row(sequence, row, now)
         # Set `ended` before the requests are removed from the table, so that no request is lost if
         # an interrupt occurs in between.
-        self._requests.ended = [request for request in touched if request.is_finished]
+        self._requests.ended = [request for request in updated if request.is_finished]
         for request in self._requests.ended:
             self._requests.remove(request)
-        return list(touched)
+        return list(updated)
 
     def take_row(self, sequence: Sequence, row: RowTokens, now: float) -> None:
         """Append the tokens of a row to a sequence, and finish the sequence if it is complete.

@@ -121,18 +121,19 @@ class RequestFactory:
 
     def _max_tokens(self, params: SamplingParams, num_prompt_tokens: int) -> int:
         """Return the maximum number of tokens to generate; raise if the prompt is too long."""
-        most = params.max_tokens
-        if most is None:
-            most = max(1, self.max_length - num_prompt_tokens)
-        longest = self.max_model_len - min(most, 1)
-        if num_prompt_tokens > longest:
-            why = "the length of the context"
-            if most:
-                why = f"to leave room for a token in the context of {self.max_model_len}"
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            max_tokens = max(1, self.max_length - num_prompt_tokens)
+        max_prompt_tokens = self.max_model_len - min(max_tokens, 1)
+        if num_prompt_tokens > max_prompt_tokens:
+            reason = "the length of the context"
+            if max_tokens:
+                reason = f"to leave room for a token in the context of {self.max_model_len}"
             raise _error(
-                f"the prompt must have at most {longest} tokens, {why}, got {num_prompt_tokens}."
+                f"the prompt must have at most {max_prompt_tokens} tokens, {reason}, got "
+                f"{num_prompt_tokens}."
             )
-        return min(most, self.max_model_len - num_prompt_tokens)
+        return min(max_tokens, self.max_model_len - num_prompt_tokens)
 
     def _seed(self, arrival: int) -> int:
         sequence = np.random.SeedSequence([self.seed, arrival])
@@ -292,18 +293,18 @@ def list_prompts(function: str, prompts: Prompt | Iterable[Prompt]) -> list[Prom
       >>> list_prompts("LLM.generate", [5, 6]), list_prompts("LLM.generate", [[5, 6], "Hello"])
       ([[5, 6]], [[5, 6], 'Hello'])
     """
-    given: Any = prompts
-    if isinstance(given, str | Mapping):
-        return [given]
-    if not isinstance(given, Iterable):
+    value: Any = prompts
+    if isinstance(value, str | Mapping):
+        return [value]
+    if not isinstance(value, Iterable):
         raise ValueError(
-            f"{function}: prompts must be one prompt or a list of prompts, got {given!r}."
+            f"{function}: prompts must be one prompt or a list of prompts, got {value!r}."
         )
     # Do not iterate over an array of token ids: that would create a JAX array per token.
-    if hasattr(given, "__array__") and np.ndim(cast(Any, given)) == 1:
-        return [cast(Any, given)]
-    several: list[Any] = list(given)
-    return [several] if several and all(map(is_int, several)) else several
+    if hasattr(value, "__array__") and np.ndim(cast(Any, value)) == 1:
+        return [cast(Any, value)]
+    items: list[Any] = list(value)
+    return [items] if items and all(map(is_int, items)) else items
 
 
 def _error(problem: str, field: str | None = None) -> ArgumentError:

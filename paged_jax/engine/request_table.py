@@ -45,8 +45,8 @@ class RequestTable:
 
         It is the number of requests added before or, if this id is taken, the next free number.
         """
-        numbers = itertools.count(self.num_added)
-        return next(name for i in numbers if (name := str(i)) not in self.unfinished)
+        counter = itertools.count(self.num_added)
+        return next(name for i in counter if (name := str(i)) not in self.unfinished)
 
     def add(self, request: Request) -> None:
         """Add a request, which `Scheduler.check` has accepted, to the scheduler and the table."""

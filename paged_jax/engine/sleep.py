@@ -72,8 +72,8 @@ class Sleep:
         """
         if "weights" in tags and self._on_host is not None:
             weights = self._executor.weights
-            places = [each.sharding for each in weights.layout]
-            weights.replace(jax.device_put(self._on_host, places))
+            shardings = [array.sharding for array in weights.layout]
+            weights.replace(jax.device_put(self._on_host, shardings))
             self._on_host = None
         if "kv_cache" not in tags:
             return

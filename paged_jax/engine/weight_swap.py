@@ -73,9 +73,9 @@ def load_weights_for(model: PagedModel, folder: str | Path) -> Decoder:
     return from_pretrained(Decoder, folder, show_progress=False, **placement, **kinds)
 
 
-def _check_config(config: ModelConfig, own: ModelConfig) -> None:
-    same = {name: getattr(own, name) for name in _IRRELEVANT}
-    if difference := find_difference(config.replace(**same), own.replace()):
+def _check_config(config: ModelConfig, engine_config: ModelConfig) -> None:
+    ignored_fields = {name: getattr(engine_config, name) for name in _IRRELEVANT}
+    if difference := find_difference(config.replace(**ignored_fields), engine_config.replace()):
         name, new, old = difference
         raise ValueError(
             f"load_params: the folder's {name} must be {old}, as in the engine's model, got {new}."
@@ -165,8 +165,10 @@ class WeightSwap:
             # `params` has every array of the engine's model, including the scales if there are any.
             # So it already has the formats of that model.
             formats = None
-        own = leaves.names if formats is None else names
-        _check_shapes([jnp.shape(x) for x in new], [_shape(x, layout[x], formats) for x in own])
+        expected_names = leaves.names if formats is None else names
+        _check_shapes(
+            [jnp.shape(x) for x in new], [_shape(x, layout[x], formats) for x in expected_names]
+        )
         if formats is None:
             _check_values([jnp.result_type(x) for x in new], leaves)
         pairs = zip(names, new, strict=True)
@@ -184,22 +186,22 @@ class WeightSwap:
         arrays = named_arrays(params)
         shapes = {name: jnp.shape(array) for name, array in arrays.items()}
         sources = find_sources("update_params", model.config, leaves.floats, shapes, mapping)
-        place = leaves.shardings[0]
+        sharding = leaves.shardings[0]
         used = {source.name for source in sources.values()}
-        near = {
-            name: _to_devices(arrays[name], _divided_sharding(shapes[name], place))
+        local_arrays = {
+            name: _to_devices(arrays[name], _divided_sharding(shapes[name], sharding))
             for name in sorted(used)
         }
         if model.config.tie_word_embeddings and HEAD in sources:
-            _check_tied_head(model.config, near, sources)
+            _check_tied_head(model.config, local_arrays, sources)
         convert = _converting(leaves, model.formats, model.config, tuple(sources.items()))
-        return NewWeights(near, convert)
+        return NewWeights(local_arrays, convert)
 
     def replace(self, new: NewWeights) -> None:
         """Replace the engine's weights by `new`; delete the old arrays if the engine owns them."""
-        ours = {id(x) for x in self._executor.weights.arrays}
-        is_own = any(id(x) in ours for x in jax.tree.leaves(new.arrays))
-        if self._are_shared or is_own or not ours:
+        owned_ids = {id(x) for x in self._executor.weights.arrays}
+        has_owned = any(id(x) in owned_ids for x in jax.tree.leaves(new.arrays))
+        if self._are_shared or has_owned or not owned_ids:
             buffers = _allocating(_Leaves.of(self._executor.weights))
             self._executor.update_weights(lambda old: new.convert(new.arrays, buffers()))
         else:
@@ -212,9 +214,9 @@ def _check_tied_head(
 ) -> None:
     """Raise ValueError unless the output head in `arrays` equals the embeddings."""
     pair = sources[HEAD], sources[EMBEDDINGS]
-    given = {source.name: arrays[source.name] for source in pair}
+    pair_arrays = {source.name: arrays[source.name] for source in pair}
     with allow_host_transfers():
-        is_same = bool(_is_same(given, pair, (config.vocab_size, config.hidden_size)))
+        is_same = bool(_is_same(pair_arrays, pair, (config.vocab_size, config.hidden_size)))
     if not is_same:
         raise ValueError(
             f"update_params: {HEAD} must equal the embeddings, because the engine's model ties "
@@ -222,28 +224,30 @@ def _check_tied_head(
         )
 
 
-def _to_devices(array: Any, place: Sharding) -> jax.Array:
-    """Copy an array to the devices of the sharding `place`, unless it is already on them."""
+def _to_devices(array: Any, sharding: Sharding) -> jax.Array:
+    """Copy an array to the devices of `sharding`, unless it is already on them."""
     if not isinstance(array, jax.Array):
         with allow_host_transfers():
-            return jax.device_put(array, place)
-    if array.sharding.device_set == place.device_set:
+            return jax.device_put(array, sharding)
+    if array.sharding.device_set == sharding.device_set:
         return array
-    return jax.device_put(array, place)
+    return jax.device_put(array, sharding)
 
 
-def _divided_sharding(shape: tuple[int, ...], place: Sharding) -> Sharding:
-    """Return a sharding that divides an array over the devices of `place`.
+def _divided_sharding(shape: tuple[int, ...], sharding: Sharding) -> Sharding:
+    """Return a sharding that divides an array over the devices of `sharding`.
 
     It divides the first dimension whose size is a multiple of the number of devices, if any.
     """
-    if not isinstance(place, NamedSharding):
-        return place
+    if not isinstance(sharding, NamedSharding):
+        return sharding
     axes = [None] * len(shape)
     for axis, size in enumerate(shape):
-        if size % place.mesh.size == 0:
-            return NamedSharding(place.mesh, PartitionSpec(*axes[:axis], place.mesh.axis_names))
-    return NamedSharding(place.mesh, PartitionSpec())
+        if size % sharding.mesh.size == 0:
+            return NamedSharding(
+                sharding.mesh, PartitionSpec(*axes[:axis], sharding.mesh.axis_names)
+            )
+    return NamedSharding(sharding.mesh, PartitionSpec())
 
 
 # The functions below return jitted programs. The functions are cached, so that engines with the
@@ -299,7 +303,7 @@ def _in_format(name: str, array: jax.Array, formats: MatrixFormats) -> dict[str,
     floats = WeightFormat(array.dtype.name)
     arrays = change_format(WeightArrays(array), floats, format, is_stacked=is_stacked(name))
     pairs = zip(("", *SUFFIXES), arrays, strict=True)
-    return {name + suffix: each for suffix, each in pairs if each is not None}
+    return {name + suffix: array for suffix, array in pairs if array is not None}
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -325,33 +329,35 @@ def _leaves_by_name(params: nnx.State, leaves: _Leaves) -> tuple[list[jax.Array]
     Layers are stacked or unstacked, to match the engine's model. The names are `leaves.floats` if
     the engine's model is quantised but `params` are not. Otherwise they are `leaves.names`.
     """
-    own = leaves.names
+    leaf_names = leaves.names
     arrays = named_arrays(params)
-    for kind in {name.split(".")[-1] for name in own if name.startswith("layers.")}:
+    for kind in {name.split(".")[-1] for name in leaf_names if name.startswith("layers.")}:
         stack = f"layers.{kind}"
         layers = [f"layers.{i}.{kind}" for i in range(len(arrays))]
-        given = [name for name in layers if name in arrays]
-        if stack in own and given:
-            arrays[stack] = jnp.stack([arrays.pop(name) for name in given])
-        elif stack not in own and stack in arrays:
+        layer_names = [name for name in layers if name in arrays]
+        if stack in leaf_names and layer_names:
+            arrays[stack] = jnp.stack([arrays.pop(name) for name in layer_names])
+        elif stack not in leaf_names and stack in arrays:
             arrays |= dict(zip(layers, arrays.pop(stack), strict=False))
     floats = leaves.floats
-    names = floats if sorted(arrays) == sorted(floats) else own
+    names = floats if sorted(arrays) == sorted(floats) else leaf_names
     _check_names(sorted(arrays), sorted(names))
     return [arrays[name] for name in names], names
 
 
-def _check_same_formats(formats: MatrixFormats | None, own: MatrixFormats | None) -> None:
-    """Raise ValueError if quantised new weights have other formats than the engine (`own`)."""
-    if formats is None or own is None or not formats.is_quantised:
+def _check_same_formats(
+    formats: MatrixFormats | None, engine_formats: MatrixFormats | None
+) -> None:
+    """Raise ValueError if quantised new weights have other formats than the engine."""
+    if formats is None or engine_formats is None or not formats.is_quantised:
         return
-    for name in sorted({*dict(formats.others), *dict(own.others), "default"}):
-        its, ours = formats[name], own[name]
-        if its != ours and (its.is_quantised or ours.is_quantised):
+    for name in sorted({*dict(formats.others), *dict(engine_formats.others), "default"}):
+        new_format, engine_format = formats[name], engine_formats[name]
+        if new_format != engine_format and (new_format.is_quantised or engine_format.is_quantised):
             raise ValueError(
                 "update_params: params must be quantised like the engine's model, or not "
-                f"quantised. Expected {_describe(ours)} for {name}, got {_describe(its)}. Load "
-                "them with dequantise=True."
+                f"quantised. Expected {_describe(engine_format)} for {name}, got "
+                f"{_describe(new_format)}. Load them with dequantise=True."
             )
 
 
@@ -366,11 +372,12 @@ def _check_values(dtypes: list[Any], leaves: _Leaves) -> None:
     Other parameters may have any float dtype.
     """
     scaled = {matrix_name(name) for name in leaves.names if name.endswith(SCALE)}
-    for name, its, ours in zip(leaves.names, dtypes, leaves.dtypes, strict=False):
-        if its != ours and name in scaled:
+    for name, new_dtype, engine_dtype in zip(leaves.names, dtypes, leaves.dtypes, strict=False):
+        if new_dtype != engine_dtype and name in scaled:
             raise ValueError(
                 "update_params: params must be quantised like the engine's model, or be "
-                f"floating-point arrays without scales. Expected {ours} for {name}, got {its}."
+                f"floating-point arrays without scales. Expected {engine_dtype} for {name}, got "
+                f"{new_dtype}."
             )
 
 
@@ -385,23 +392,26 @@ def _shape(name: str, leaf: jax.ShapeDtypeStruct, formats: MatrixFormats | None)
     return (*leaf.shape[:-1], count_inputs(leaf.shape[-1], formats[name].code))
 
 
-def _check_names(names: list[str], own: list[str]) -> None:
-    if names != own:
-        differing = sorted(set(names) ^ set(own))[:3]
+def _check_names(names: list[str], expected: list[str]) -> None:
+    if names != expected:
+        differences = sorted(set(names) ^ set(expected))[:3]
         raise ValueError(
             "update_params: params must have the parameter names of the engine's model, got "
-            f"missing or unknown names: {', '.join(differing)}. For params of another "
+            f"missing or unknown names: {', '.join(differences)}. For params of another "
             "implementation of the model, also pass mapping, which maps their names to Hugging "
             "Face names."
         )
 
 
-def _check_shapes(shapes: Sequence[tuple[int, ...]], own: Sequence[tuple[int, ...]]) -> None:
-    if list(shapes) != list(own):
-        pairs = zip(shapes, own, strict=False)
-        differing = next(((its, ours) for its, ours in pairs if its != ours), None)
+def _check_shapes(shapes: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]) -> None:
+    if list(shapes) != list(expected):
+        pairs = zip(shapes, expected, strict=False)
+        differing = next(
+            ((shape, expected_shape) for shape, expected_shape in pairs if shape != expected_shape),
+            None,
+        )
         raise ValueError(
-            f"update_params: params must be {len(own)} arrays of the model's shapes, got "
+            f"update_params: params must be {len(expected)} arrays of the model's shapes, got "
             f"{len(shapes)} arrays"
             + (f". Expected shape {differing[1]}, got {differing[0]}." if differing else ".")
         )
