@@ -56,7 +56,7 @@ def _settings() -> dict[str, Any]:
 def _with_settings(settings: dict[str, Any]) -> Iterator[None]:
     """Return a context manager that applies `settings` to this thread."""
     with contextlib.ExitStack() as stack:
-        for name, own in _settings().items():
-            if settings[name] != own:
+        for name, value in _settings().items():
+            if settings[name] != value:
                 stack.enter_context(_CONTEXTS[name](settings[name]))
         yield

@@ -173,7 +173,7 @@ def assign(
     # Prepare all rows before the first write. On CPUs, JAX runs small programs synchronously, so
     # the call of `write` blocks until the programs already running have finished. The host prepares
     # the rows in the meantime.
-    rows = [_row(state, each) for each in assignments]
+    rows = [_row(state, assignment) for assignment in assignments]
     parts = _AssignedArrays(
         state.sampling, state.token_ids, state.stop_ids, state.max_lengths, state.constraints.starts
     )
@@ -226,10 +226,10 @@ def _row(state: DecodeState, assignment: Assignment) -> _AssignedArrays:
             f"2**31, got {assignment.max_length}. Do not assign complete sequences."
         )
     row = slot_row(state.sampling, assignment)
-    room = state.stop_ids.shape[1]
-    stop_ids = np.full(room, state.vocab_size, np.int32)
-    wanted = assignment.stop_ids[:room]
-    stop_ids[: len(wanted)] = wanted
+    max_stop_ids = state.stop_ids.shape[1]
+    stop_ids = np.full(max_stop_ids, state.vocab_size, np.int32)
+    ids = assignment.stop_ids[:max_stop_ids]
+    stop_ids[: len(ids)] = ids
     last, max_length = np.int32(token_ids[-1]), np.int32(assignment.max_length)
     return _AssignedArrays(row, last, stop_ids, max_length, np.int32(-1))
 
@@ -247,8 +247,8 @@ def _stacked(rows: list[_AssignedArrays], num_slots: int) -> _AssignedArrays:
 
 def _write_rows(parts: _AssignedArrays, rows: _AssignedArrays) -> _AssignedArrays:
     slots = rows.sampling.slot
-    others = jax.tree.map(lambda x, new: x.at[slots].set(new, mode="drop"), parts[1:], rows[1:])
-    return _AssignedArrays(write_rows(parts.sampling, rows.sampling), *others)
+    arrays = jax.tree.map(lambda x, new: x.at[slots].set(new, mode="drop"), parts[1:], rows[1:])
+    return _AssignedArrays(write_rows(parts.sampling, rows.sampling), *arrays)
 
 
 def write_token_masks(state: DecodeState, masks: "TokenMasks") -> DecodeState:

@@ -157,10 +157,10 @@ def decode_steps(
         return jnp.any(batch.is_running) & ~(leave_on_stop & has_stopped)
 
     first = _Batch.take(state, slots, max_steps, num_top)
-    num_wanted = jnp.where(wants_more(first), num_steps, 0)
-    cache, planned = _plan_steps(state.cache, first, num_wanted, max_steps, backend)
-    num_possible = planned[0].num_tokens
-    rows = PlannedRows.take(cache, planned, first.slots)
+    num_requested = jnp.where(wants_more(first), num_steps, 0)
+    cache, plans = _plan_steps(state.cache, first, num_requested, max_steps, backend)
+    num_possible = plans[0].num_tokens
+    rows = PlannedRows.take(cache, plans, first.slots)
 
     def decode_step(carry: tuple[Any, _Batch, jax.Array]) -> tuple[Any, _Batch, jax.Array]:
         pools, batch, _ = carry
@@ -179,8 +179,8 @@ def decode_steps(
     carry = cache.group_pools, first, num_possible > 0
     pools, batch, _ = lax.while_loop(lambda carry: carry[2], decode_step, carry)
     lengths = batch.lengths_in(cache)
-    cache = paged_cache.commit(cache.replace_group_pools(pools), planned, lengths)
-    ok = (num_possible == num_wanted) | ~wants_more(batch)
+    cache = paged_cache.commit(cache.replace_group_pools(pools), plans, lengths)
+    ok = (num_possible == num_requested) | ~wants_more(batch)
     return batch.put_back(state, cache, ok)
 
 
@@ -235,9 +235,9 @@ def verify_steps(
     # A sequence is complete when it has `max_lengths` tokens. It already has `starts + 1` tokens:
     # `starts` in the cache, and the last token. One more is sampled after the confirmed draft
     # tokens. So at most `max_lengths - starts - 2` draft tokens are useful.
-    room = first.max_lengths - starts - 2
-    room = paged_cache.max_drafts(state.cache, starts, room)
-    num_drafts = jnp.clip(num_drafts, 0, jnp.clip(room, 0, T))
+    max_drafts = first.max_lengths - starts - 2
+    max_drafts = paged_cache.max_drafts(state.cache, starts, max_drafts)
+    num_drafts = jnp.clip(num_drafts, 0, jnp.clip(max_drafts, 0, T))
     fed = jnp.concatenate([first.token_ids[:, None], drafts.astype(jnp.int32)], axis=1)
     logits, cache, ok, states = model.score_drafts(
         state.cache, fed, slots, num_drafts + 1, backend=backend
@@ -248,9 +248,11 @@ def verify_steps(
 
     def draw_next(batch: _Batch) -> _Batch:
         i = batch.num_steps
-        drawn = batch.draw(logits[:, i], with_top, model.resolve_backend(backend))
-        is_confirmed = (drawn.token_ids == drafts[:, i]) & (i < num_drafts)
-        return dataclasses.replace(drawn, status=jnp.where(is_confirmed, drawn.status, _WAITING))
+        sampled = batch.draw(logits[:, i], with_top, model.resolve_backend(backend))
+        is_confirmed = (sampled.token_ids == drafts[:, i]) & (i < num_drafts)
+        return dataclasses.replace(
+            sampled, status=jnp.where(is_confirmed, sampled.status, _WAITING)
+        )
 
     first = dataclasses.replace(first, status=jnp.where(ok, first.status, _WAITING))
     batch = lax.while_loop(lambda batch: jnp.any(batch.is_running), draw_next, first)
@@ -273,8 +275,8 @@ def _plan_steps(
     limits = jnp.zeros(num_slots, jnp.int32).at[batch.slots].set(limits, mode="drop")
     # Check only running rows, because the slot of padding rows is always past the last slot.
     is_valid = jnp.all((batch.slots < num_slots) | ~batch.is_running)
-    most = jnp.where(is_valid, num_steps, 0)
-    return paged_cache.plan(cache, limits, most, max_tokens=max_steps, backend=backend)
+    valid_steps = jnp.where(is_valid, num_steps, 0)
+    return paged_cache.plan(cache, limits, valid_steps, max_tokens=max_steps, backend=backend)
 
 
 # Values of `_Batch.status`: the row gets more tokens, waits for the host, or has stopped.

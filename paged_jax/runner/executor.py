@@ -166,8 +166,8 @@ class Executor:
                 return jax.device_put(make(), self._device)
         # Create each shard on its device, because the whole state might not fit on one device.
         make = functools.partial(empty_state, *shape)
-        places = division.shardings(jax.eval_shape(make))
-        return jax.jit(make, out_shardings=places)()
+        shardings = division.shardings(jax.eval_shape(make))
+        return jax.jit(make, out_shardings=shardings)()
 
     @property
     def state(self) -> DecodeState:

@@ -47,12 +47,12 @@ class Message(NamedTuple):
 
     Attributes:
       kind: name of the action, a key of `_ACTIONS` or ``"end"``.
-      numbers: arguments of the action that JSON can represent, by name.
+      arguments: arguments that JSON can represent, by name.
       arrays: arguments of the action that are NumPy arrays or scalars.
     """
 
     kind: str
-    numbers: dict[str, Any]
+    arguments: dict[str, Any]
     arrays: tuple[Any, ...] = ()
 
     def encode(self) -> bytes:
@@ -61,10 +61,10 @@ class Message(NamedTuple):
         Example:
           >>> message = Message("call", {"n": 3}, (np.arange(2),))
           >>> decoded = Message.decode(message.encode())
-          >>> decoded.kind, decoded.numbers, decoded.arrays
+          >>> decoded.kind, decoded.arguments, decoded.arrays
           ('call', {'n': 3}, (array([0, 1]),))
         """
-        header = np.frombuffer(json.dumps([self.kind, self.numbers]).encode(), np.uint8)
+        header = np.frombuffer(json.dumps([self.kind, self.arguments]).encode(), np.uint8)
         arrays = {f"{n}": np.asarray(array) for n, array in enumerate(self.arrays)}
         return save({_HEADER: header} | arrays)
 
@@ -72,8 +72,8 @@ class Message(NamedTuple):
     def decode(cls, data: bytes) -> "Message":
         """Return the message that `data` encodes; this is the inverse of `encode`."""
         arrays = load(data)
-        kind, numbers = json.loads(arrays.pop(_HEADER).tobytes())
-        return cls(kind, numbers, tuple(arrays[f"{n}"] for n in range(len(arrays))))
+        kind, arguments = json.loads(arrays.pop(_HEADER).tobytes())
+        return cls(kind, arguments, tuple(arrays[f"{n}"] for n in range(len(arrays))))
 
 
 class Channel:
@@ -152,7 +152,7 @@ def channel_between(devices: Iterable[Any]) -> Channel | None:
     return Channel(f"paged_jax/{next(_engine_numbers)}")
 
 
-def least_of_processes(number: int) -> int:
+def minimum_of_processes(number: int) -> int:
     """Return the minimum of `number` over all processes. Each process must call this."""
     return int(np.min(multihost_utils.process_allgather(np.int64(number))))
 
@@ -194,11 +194,13 @@ class LeadingExecutor(Executor):
         # Send "end" once, when this executor is deleted, or before JAX shuts down if that happens
         # first.
         atexit.register(weakref.finalize(self, channel.send, Message("end", {})))
-        self._names = {id(each.jitted): name for name, each in self.programs._asdict().items()}
+        self._names = {
+            id(program.jitted): name for name, program in self.programs._asdict().items()
+        }
 
-    def _tell(self, kind: str, numbers: dict[str, Any] | None = None, arrays: tuple = ()) -> None:
+    def _tell(self, kind: str, arguments: dict[str, Any] | None = None, arrays: tuple = ()) -> None:
         if self._channel is not None:
-            self._channel.send(Message(kind, numbers or {}, arrays))
+            self._channel.send(Message(kind, arguments or {}, arrays))
 
     def reset(self) -> None:
         """See `Executor.reset`."""
@@ -218,9 +220,9 @@ class LeadingExecutor(Executor):
     def assign(self, assignments: list[Assignment]) -> None:
         """See `Executor.assign`."""
         self._join()
-        numbers = [_numbers(each) for each in assignments]
-        token_ids = tuple(np.asarray(each.token_ids, np.int32) for each in assignments)
-        self._tell("assign", {"assignments": numbers}, token_ids)
+        fields = [_assignment_fields(assignment) for assignment in assignments]
+        token_ids = tuple(np.asarray(assignment.token_ids, np.int32) for assignment in assignments)
+        self._tell("assign", {"assignments": fields}, token_ids)
         super().assign(assignments)
 
     def _write_token_masks(self, masks: TokenMasks) -> None:
@@ -228,15 +230,15 @@ class LeadingExecutor(Executor):
         super()._write_token_masks(masks)
 
 
-def _numbers(assignment: Assignment) -> dict[str, Any]:
+def _assignment_fields(assignment: Assignment) -> dict[str, Any]:
     """Return all fields of an assignment except its tokens, as values for JSON."""
-    numbers = assignment._asdict()
-    del numbers["token_ids"]
+    record = assignment._asdict()
+    del record["token_ids"]
     params = assignment.params
     fields = dataclasses.asdict(dataclasses.replace(params, structured_outputs=None))
     if params.logit_bias is not None:  # JSON converts keys to strings
         fields["logit_bias"] = list(params.logit_bias.items())
-    return numbers | {"params": fields}
+    return record | {"params": fields}
 
 
 def follow(executor: Executor, channel: Channel) -> None:
@@ -251,20 +253,20 @@ def follow(executor: Executor, channel: Channel) -> None:
 
 
 def _call(executor: Executor, message: Message) -> None:
-    static = dict(message.numbers)
+    static = dict(message.arguments)
     program = getattr(executor.programs, static.pop("program"))
     executor.run(program.call(*message.arrays, **static))
 
 
 def _assign(executor: Executor, message: Message) -> None:
     assignments = []
-    for numbers, token_ids in zip(message.numbers["assignments"], message.arrays, strict=True):
-        fields = dict(numbers["params"])
+    for record, token_ids in zip(message.arguments["assignments"], message.arrays, strict=True):
+        fields = dict(record["params"])
         if fields["logit_bias"] is not None:
             fields["logit_bias"] = dict(fields["logit_bias"])
         changes = {"params": SamplingParams(**fields), "token_ids": token_ids}
-        changes["token_bias"] = TokenBias(*map(tuple, numbers["token_bias"]))
-        assignments.append(Assignment(**(numbers | changes)))
+        changes["token_bias"] = TokenBias(*map(tuple, record["token_bias"]))
+        assignments.append(Assignment(**(record | changes)))
     executor.assign(assignments)
 
 

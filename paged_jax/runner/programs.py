@@ -286,15 +286,15 @@ def _score(key, weights, state, token_ids, slots, num_tokens, targets, *, num_to
 
 def _scores(logits: jax.Array, targets: jax.Array, num_top: int, backend: str | None) -> Scores:
     logits = logits.astype(jnp.float32)
-    chosen = jnp.take_along_axis(logits, targets[:, None], axis=1)
+    target_logits = jnp.take_along_axis(logits, targets[:, None], axis=1)
     logprobs_of_top, top_ids = top_logprobs(logits, num_top, backend=backend)
-    chosen = chosen[:, 0]
+    target_logits = target_logits[:, 0]
     if is_exact(backend):
         denominators = log_sum_exp(logits, backend=backend)[:, 0]
     else:
         denominators = jax.nn.logsumexp(logits, axis=-1)
     return Scores(
-        logprobs=chosen - denominators,
+        logprobs=target_logits - denominators,
         ranks=ranks(logits, targets),
         top_ids=top_ids,
         top_logprobs=logprobs_of_top,
@@ -422,8 +422,8 @@ def _decode_calls(programs: Programs, sizes: Sizes) -> list[Call]:
 
 def _swap_calls(programs: Programs, sizes: Sizes, cache: PagedCache) -> list[Call]:
     zero, calls = np.int32(0), []
-    for group, each in enumerate(cache.groups):
-        shapes = jax.eval_shape(lambda group: group.read(zero, zero, sizes.swap_width), each)
+    for group, cache_group in enumerate(cache.groups):
+        shapes = jax.eval_shape(lambda group: group.read(zero, zero, sizes.swap_width), cache_group)
         piece = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         calls.append(programs.read_blocks.call(zero, zero, group=group))
         calls.append(programs.write_blocks.call(zero, zero, piece, group=group))

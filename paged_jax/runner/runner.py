@@ -132,21 +132,21 @@ class ModelRunner:
         self._drop_evicted()
         # The last token must be computed, so do not look up its block.
         count = (len(sequence.token_ids) - 1) // C
-        known = self._may_be_cached(sequence.digests[:count])
+        cached_digests = self._may_be_cached(sequence.digests[:count])
         sequence.num_known = 0
-        if not known:
+        if not cached_digests:
             return 0
-        count = len(known)
+        count = len(cached_digests)
         digests, token_ids = np.zeros((M, 8), np.uint32), np.zeros((M, C), np.int32)
-        digests[:count] = digest_words(known)
+        digests[:count] = digest_words(cached_digests)
         token_ids[:count] = np.reshape(sequence.token_ids[: count * C], (count, C))
         slot, executor = slot_of(sequence), self.executor
         self.flush()
         call = executor.programs.attach.call(np.int32(slot), digests, token_ids, np.int32(count))
-        num_found, num_possible = np.asarray(executor.run(call)).tolist()
-        self._num_published[slot] = num_found
+        num_cached, num_possible = np.asarray(executor.run(call)).tolist()
+        self._num_published[slot] = num_cached
         sequence.num_known = num_possible * C
-        return num_found * C
+        return num_cached * C
 
     def _may_be_cached(self, digests: list[bytes]) -> list[bytes]:
         """Return the longest prefix of `digests` that may be cached on the device."""
@@ -180,8 +180,8 @@ class ModelRunner:
         self.flush()
         tables = self.executor.state.cache.tables
         rows, ref_counts = jax.device_get((tables.block_tables, tables.pool.ref_counts))
-        held = rows[[slot_of(sequence) for sequence in sequences]]
-        counts = np.bincount(held[held < len(ref_counts)], minlength=len(ref_counts))
+        blocks = rows[[slot_of(sequence) for sequence in sequences]]
+        counts = np.bincount(blocks[blocks < len(ref_counts)], minlength=len(ref_counts))
         return int(np.sum((counts > 0) & (counts == ref_counts)))
 
     def release(self, sequence: Sequence) -> None:
@@ -196,9 +196,9 @@ class ModelRunner:
         """Copy the blocks and the recurrent state of a sequence to the host; release its slot."""
         slot, executor = np.int32(slot_of(sequence)), self.executor
         with self._swapping(sequence):
-            read = executor.programs.read_blocks
+            program = executor.programs.read_blocks
             sequence.host_blocks = [
-                jax.device_get(executor.run(read.call(slot, first, group=group)))
+                jax.device_get(executor.run(program.call(slot, first, group=group)))
                 for group, first in self._swap_copies(sequence)
             ]
         self.release(sequence)
@@ -277,7 +277,9 @@ class ModelRunner:
 
         Sequences that are already assigned to their slots are skipped.
         """
-        new = [each for each in sequences if self._owners[slot_of(each)] is not each]
+        new = [
+            sequence for sequence in sequences if self._owners[slot_of(sequence)] is not sequence
+        ]
         if not new:
             return
         self.flush()

@@ -181,7 +181,7 @@ def pack_tiles(counts: Sequence[int], sizes: Sizes) -> list[Batch]:
         num_rows += rows
         indices.append(index)
     batches += [(num_rows, indices)] if indices else []
-    return [(sizes.tile, min(b for b in buckets if b >= rows), each) for rows, each in batches]
+    return [(sizes.tile, min(b for b in buckets if b >= rows), batch) for rows, batch in batches]
 
 
 def tile_buckets(sizes: Sizes) -> list[int]:
@@ -237,8 +237,8 @@ def prefill_rows(width: int, max_chunk: int, num_slots: int) -> list[int]:
     """
     rows = [1]
     while 4 * rows[-1] <= num_slots:
-        most = max_chunk if rows == [1] else max_chunk // 2
-        if 4 * rows[-1] * width > most:
+        max_tokens = max_chunk if rows == [1] else max_chunk // 2
+        if 4 * rows[-1] * width > max_tokens:
             break
         rows.append(4 * rows[-1])
     return rows

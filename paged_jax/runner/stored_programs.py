@@ -88,9 +88,9 @@ class FirstPrograms:
         plain = [item for item in options.items() if isinstance(item[1], _PLAIN)]
         name = hashlib.sha256(repr((_surroundings(device), plain)).encode()).hexdigest()
         self._file = starts / name
-        listed = (user_cache.read(self._file) or b"").decode(errors="replace").split()
+        keys = (user_cache.read(self._file) or b"").decode(errors="replace").split()
         thread = concurrent.futures.ThreadPoolExecutor(1)
-        self._reading = {key: thread.submit(_read, folder, key, device) for key in listed}
+        self._reading = {key: thread.submit(_read, folder, key, device) for key in keys}
         thread.shutdown(wait=False)
 
     def take(self, key: str) -> jax.stages.Compiled | None:
@@ -101,14 +101,14 @@ class FirstPrograms:
         """
         if self._file is None or len(self._keys) == _NUM_FIRST:
             return None
-        reading = self._reading.pop(key, None)
+        future = self._reading.pop(key, None)
         self._keys.append(key)
         if len(self._keys) == _NUM_FIRST:
             content = "\n".join(self._keys).encode()
             if user_cache.read(self._file) != content:
                 user_cache.write(self._file, content)
             self._reading.clear()
-        return None if reading is None else reading.result()
+        return None if future is None else future.result()
 
 
 class StoredPrograms:

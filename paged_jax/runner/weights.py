@@ -49,8 +49,8 @@ def _digest(tree: object) -> jax.Array:
     digest = jnp.uint32(0)
     for leaf in jax.tree.leaves(tree):
         bits = _bits(jnp.asarray(leaf)).reshape(-1)
-        places = lax.iota(jnp.uint32, bits.size) * jnp.uint32(2) + jnp.uint32(1)
-        digest = digest * _FACTOR + jnp.sum(bits * places, dtype=jnp.uint32)
+        positions = lax.iota(jnp.uint32, bits.size) * jnp.uint32(2) + jnp.uint32(1)
+        digest = digest * _FACTOR + jnp.sum(bits * positions, dtype=jnp.uint32)
     return digest
 
 
@@ -108,13 +108,13 @@ class Division(NamedTuple):
             program, results = _checked(program, self.weights, has_parts), (result, WHOLE)
 
         def divided(weights: list[jax.Array], state: DecodeState, *args: Any) -> Any:
-            places, parts = _parts(state), [WHOLE] * len(args)
+            state_specs, parts = _parts(state), [WHOLE] * len(args)
             parts[-1:] = [last] * bool(args)
             return jax.shard_map(
                 program,
                 mesh=self.mesh,
-                in_specs=(list(self.weights), places, *parts),
-                out_specs=(places, results),
+                in_specs=(list(self.weights), state_specs, *parts),
+                out_specs=(state_specs, results),
                 # Disable JAX's check of values that vary over the mesh, because it does not support
                 # the kernels of this package.
                 check_vma=False,
@@ -131,11 +131,11 @@ def _checked(program: _Function, parts: tuple[PartitionSpec, ...], has_parts: bo
     def checked(weights: list[jax.Array], state: DecodeState, *args: Any) -> Any:
         state, result = program(weights, state, *args)
         no_pools = jax.tree.map(lambda _: None, state.cache.group_pools)
-        same = dataclasses.replace(state, cache=state.cache.replace_group_pools(no_pools))
+        checked_state = dataclasses.replace(state, cache=state.cache.replace_group_pools(no_pools))
         # Also compare the weights that each device has a full copy of, such as norms. This is
         # cheap, because they are small.
         shared = [w for w, part in zip(weights, parts, strict=True) if part == WHOLE]
-        return state, (result, agree((same, shared, None if has_parts else result), AXIS))
+        return state, (result, agree((checked_state, shared, None if has_parts else result), AXIS))
 
     return checked
 
@@ -212,10 +212,10 @@ class Weights:
         if parallel is None:
             self.config, self.device_config, self.division = model.config, None, None
             self.graphdef = Graph.key(graphdef)
-            places = [SingleDeviceSharding(_one_device(arrays))] * len(arrays)
+            shardings = [SingleDeviceSharding(_one_device(arrays))] * len(arrays)
             # Commit the arrays to their device, without a copy. Weights that replace them will be
             # committed, and JAX compiles programs separately for committed and uncommitted arrays.
-            arrays = jax.device_put(arrays, places)
+            arrays = jax.device_put(arrays, shardings)
         else:
             assert isinstance(model, Decoder), "other models are not divided"
             self.config, self.device_config = parallel.wide_config, parallel.device_config
@@ -224,10 +224,10 @@ class Weights:
             self.graphdef = nnx.graphdef(model.make_shard(parallel))
             specs = tuple(parallel.program_spec(name, x.shape) for name, x in named)
             self.division = Division(parallel.mesh, specs, check_replicas)
-            places = [parallel.model_sharding(name, x.shape) for name, x in named]
+            shardings = [parallel.model_sharding(name, x.shape) for name, x in named]
         self.layout = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-            for x, place in zip(arrays, places, strict=True)
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            for x, sharding in zip(arrays, shardings, strict=True)
         ]
         # The matrices of a loaded model are already prepared.
         self.arrays = arrays if parallel is None else self._to_program_layout(arrays)
@@ -307,10 +307,10 @@ def _plain_graph(graphdef: Any, state: Any) -> Any:
 
 
 def _one_device(arrays: list[jax.Array]) -> Any:
-    device, *others = set().union(*(x.devices() for x in arrays))
-    if others:
+    device, *other_devices = set().union(*(x.devices() for x in arrays))
+    if other_devices:
         raise ValueError(
-            f"Engine: weights must be on one device, got weights on {1 + len(others)} devices. "
-            "Pass mesh= to divide weights and cache over several devices."
+            f"Engine: weights must be on one device, got weights on {1 + len(other_devices)} "
+            "devices. Pass mesh= to divide weights and cache over several devices."
         )
     return device
