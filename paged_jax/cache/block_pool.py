@@ -115,9 +115,9 @@ def take_some(pool: BlockPool, blocks: jax.Array, is_taken: jax.Array) -> BlockP
     """
     is_left = ~is_taken & (blocks < pool.num_blocks)
     num_taken = jnp.sum(is_taken, dtype=jnp.int32)
-    place = (pool.head + num_taken + _ranks(is_left) - 1) % pool.num_blocks
-    place = jnp.where(is_left, place, pool.num_blocks)
-    pool = replace(pool, free_queue=pool.free_queue.at[place].set(blocks, mode="drop"))
+    position = (pool.head + num_taken + _ranks(is_left) - 1) % pool.num_blocks
+    position = jnp.where(is_left, position, pool.num_blocks)
+    pool = replace(pool, free_queue=pool.free_queue.at[position].set(blocks, mode="drop"))
     return _hold_free(pool, jnp.where(is_taken, blocks, pool.num_blocks), num_taken)
 
 
@@ -177,16 +177,16 @@ def give_back(pool: BlockPool, entries: jax.Array) -> BlockPool:
     is_cached = pool.is_cached.at[entries].get(mode="fill", fill_value=False)
     cached_rank = jnp.cumsum(is_freed & is_cached, dtype=jnp.int32)
     other_rank = jnp.cumsum(is_freed & ~is_cached, dtype=jnp.int32)
-    place = jnp.where(
+    position = jnp.where(
         is_cached, pool.head + pool.num_free + cached_rank - 1, pool.head - other_rank
     )
-    place = jnp.where(is_freed, place % pool.num_blocks, pool.num_blocks)
+    position = jnp.where(is_freed, position % pool.num_blocks, pool.num_blocks)
     return replace(
         pool,
         # Compute the new counts and write them with `set`, instead of using `add`: inside a loop,
         # XLA updates an array in place only if the written values depend on values read from it.
         ref_counts=pool.ref_counts.at[blocks].set(refs - counts, mode="drop"),
-        free_queue=pool.free_queue.at[place].set(entries, mode="drop"),
+        free_queue=pool.free_queue.at[position].set(entries, mode="drop"),
         head=(pool.head - other_rank[-1]) % pool.num_blocks,
         num_free=pool.num_free + cached_rank[-1] + other_rank[-1],
     )
@@ -207,11 +207,11 @@ def revive(pool: BlockPool, blocks: jax.Array) -> BlockPool:
     queued = pool.free_queue[(pool.head + index) % pool.num_blocks]
     is_kept = (index < pool.num_free) & ~is_revived[queued]
     rank = jnp.cumsum(is_kept, dtype=jnp.int32)
-    place = jnp.where(is_kept, (pool.head + rank - 1) % pool.num_blocks, pool.num_blocks)
+    position = jnp.where(is_kept, (pool.head + rank - 1) % pool.num_blocks, pool.num_blocks)
     return replace(
         pool,
         ref_counts=pool.ref_counts.at[blocks].add(1, mode="drop"),
-        free_queue=pool.free_queue.at[place].set(queued, mode="drop"),
+        free_queue=pool.free_queue.at[position].set(queued, mode="drop"),
         num_free=rank[-1],
     )
 
@@ -229,26 +229,26 @@ def find(pool: BlockPool, digests: jax.Array, is_wanted: jax.Array) -> jax.Array
     compared with the wanted digest in its bucket. If several wanted digests share a bucket, this is
     repeated for each of them. This is rare, so the cost is proportional to N + P.
     """
-    num_wanted = len(digests)
-    index = jnp.arange(num_wanted, dtype=jnp.int32)
+    num_digests = len(digests)
+    index = jnp.arange(num_digests, dtype=jnp.int32)
     buckets, pool_buckets = (
         (d[:, 0] >> (32 - _BUCKET_BITS)).astype(jnp.int32) for d in (digests, pool.digests)
     )
 
     def search(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         blocks, is_open = state
-        places = jnp.where(is_open, buckets, 2**_BUCKET_BITS)
-        table = jnp.full(2**_BUCKET_BITS, num_wanted, jnp.int32)
-        table = table.at[places].min(index, mode="drop")
+        bucket_index = jnp.where(is_open, buckets, 2**_BUCKET_BITS)
+        table = jnp.full(2**_BUCKET_BITS, num_digests, jnp.int32)
+        table = table.at[bucket_index].min(index, mode="drop")
         entries = table[pool_buckets]
         is_match = jnp.all(digests.at[entries].get(mode="clip") == pool.digests, axis=1)
-        is_match &= pool.is_cached & (entries < num_wanted)
+        is_match &= pool.is_cached & (entries < num_digests)
         # These entries are distinct, because no two blocks are cached under the same digest.
-        entries = jnp.where(is_match, entries, num_wanted)
+        entries = jnp.where(is_match, entries, num_digests)
         ids = jnp.arange(pool.num_blocks, dtype=jnp.int32)
         return blocks.at[entries].set(ids, mode="drop"), is_open & (table[buckets] != index)
 
-    start = jnp.full(num_wanted, pool.num_blocks, jnp.int32), is_wanted
+    start = jnp.full(num_digests, pool.num_blocks, jnp.int32), is_wanted
     return lax.while_loop(lambda state: jnp.any(state[1]), search, start)[0]
 
 
@@ -295,8 +295,8 @@ def forget_marked(pool: BlockPool, is_forgotten: jax.Array) -> BlockPool:
     is_last, is_first = is_free & is_cached[queued], is_free & ~is_cached[queued]
     first_rank, last_rank = (jnp.cumsum(x, dtype=jnp.int32) for x in (is_first, is_last))
     rank = jnp.where(is_last, first_rank[-1] + last_rank, first_rank) - 1
-    place = jnp.where(is_free, (pool.head + rank) % pool.num_blocks, pool.num_blocks)
-    free_queue = pool.free_queue.at[place].set(queued, mode="drop")
+    position = jnp.where(is_free, (pool.head + rank) % pool.num_blocks, pool.num_blocks)
+    free_queue = pool.free_queue.at[position].set(queued, mode="drop")
     return replace(pool, is_cached=is_cached, free_queue=free_queue)
 
 
@@ -312,10 +312,10 @@ def tally(entries: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Array, ja
       count 0.
     """
     index = jnp.arange(entries.shape[0], dtype=jnp.int32)
-    ranked, positions = lax.sort((entries, index), num_keys=1, is_stable=True)
-    is_change = ranked[1:] != ranked[:-1]
+    sorted_entries, positions = lax.sort((entries, index), num_keys=1, is_stable=True)
+    is_change = sorted_entries[1:] != sorted_entries[:-1]
     edge = jnp.ones(1, bool)
     first = lax.cummax(jnp.where(jnp.concatenate([edge, is_change]), index, 0))
-    is_listed = jnp.concatenate([is_change, edge]) & (ranked < num_blocks)
-    blocks = jnp.where(is_listed, ranked, num_blocks)
+    is_listed = jnp.concatenate([is_change, edge]) & (sorted_entries < num_blocks)
+    blocks = jnp.where(is_listed, sorted_entries, num_blocks)
     return blocks, jnp.where(is_listed, index - first + 1, 0), positions

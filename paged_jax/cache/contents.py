@@ -181,16 +181,16 @@ def _from_state_dict(target: Any, state: dict[str, Any]) -> Any:
             f"Restore a state that was saved from a {name}."
         )
     static = {field.name for field in fields(target) if field.metadata.get("static")}
-    for each in static:
-        value = _plain(getattr(target, each))
-        if value != state[each]:
+    for field in static:
+        value = _plain(getattr(target, field))
+        if value != state[field]:
             raise ValueError(
-                f"{name}: the state must have {each} = {value}, got {state[each]}. Restore into a "
-                "cache with the sizes of the saved cache."
+                f"{name}: the state must have {field} = {value}, got {state[field]}. "
+                "Restore into a cache with the sizes of the saved cache."
             )
     values = {
-        each: _restored(f"{name}.{each}", getattr(target, each), state[each])
-        for each in sorted(expected - static)
+        field: _restored(f"{name}.{field}", getattr(target, field), state[field])
+        for field in sorted(expected - static)
     }
     return replace(target, **values)
 
@@ -204,7 +204,7 @@ def _restored(name: str, target: Any, state: Any) -> Any:
         )
     if isinstance(target, Pools):
         fields = target._asdict().items()
-        return Pools(*(_restored(f"{name}.{each}", old, state[each]) for each, old in fields))
+        return Pools(*(_restored(f"{name}.{field}", old, state[field]) for field, old in fields))
     if not isinstance(target, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         from flax import serialization
 

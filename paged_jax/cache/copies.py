@@ -54,8 +54,10 @@ def write_pools(pools: Pools, blocks: jax.Array, values: Pools) -> Pools:
         # change their layout on TPUs, where P is the innermost dimension.
         L, _, K, C = scale.shape
         layers, _, heads, offsets = (x.astype(jnp.int32) for x in jnp.ogrid[:L, :1, :K, :C])
-        places = jnp.where(is_held, blocks, num_blocks + columns)[None, :, None, None]
-        return scale.at[layers, places, heads, offsets].set(new, mode="drop", unique_indices=True)
+        block_index = jnp.where(is_held, blocks, num_blocks + columns)[None, :, None, None]
+        return scale.at[layers, block_index, heads, offsets].set(
+            new, mode="drop", unique_indices=True
+        )
 
     scales = jax.tree.map(put_scale, pools[2:], values[2:])
     return Pools(*jax.tree.map(put, pools[:2], values[:2]), *scales)

@@ -142,7 +142,7 @@ def _kind(count: int, is_cached: bool) -> str:
 
 
 def _ids(block_ids: Sequence[int]) -> str:
-    shown = [str(block) for block in block_ids[:_MAX_IDS]]
+    labels = [str(block) for block in block_ids[:_MAX_IDS]]
     if len(block_ids) > _MAX_IDS:
-        shown.append(f"... {len(block_ids)} in all")
-    return " ".join(shown)
+        labels.append(f"... {len(block_ids)} in all")
+    return " ".join(labels)

@@ -157,15 +157,15 @@ class Group(Protocol):
         """Find the places of the tokens of one decode step; `rows` is from `planned_rows`."""
         ...
 
-    def begin_reserve(self, num_tokens: jax.Array, *, max_tokens: int) -> "Begun":
+    def begin_reserve(self, num_tokens: jax.Array, *, max_tokens: int) -> "GroupReservation":
         """Prepare the reservation of `num_tokens` i32[S] tokens, see `blocks.reserve`."""
         ...
 
-    def begin_restore(self, num_tokens: jax.Array, *, max_tokens: int) -> "Begun":
+    def begin_restore(self, num_tokens: jax.Array, *, max_tokens: int) -> "GroupReservation":
         """Prepare a reservation for tokens that `write` will fill in, see `blocks.restore`."""
         ...
 
-    def finish(self, begun: "Begun", ok: jax.Array, backend: str | None) -> Self:
+    def finish(self, reservation: "GroupReservation", ok: jax.Array, backend: str | None) -> Self:
         """Apply a reservation if `ok` bool[], and copy blocks that are shared and written to."""
         ...
 
@@ -183,7 +183,7 @@ class Group(Protocol):
     def plan(
         self,
         limits: jax.Array,
-        most: jax.Array,
+        num_steps: jax.Array,
         *,
         max_tokens: int,
         lengths: jax.Array,
@@ -191,7 +191,7 @@ class Group(Protocol):
     ) -> tuple[Self, Any]:
         """Choose where the next tokens go, see `blocks.plan`; `lengths` are the current ones.
 
-        The group has room for `most` tokens per slot, if it can run out.
+        The group has room for `num_steps` tokens per slot, if it can run out.
         """
         ...
 
@@ -242,8 +242,8 @@ class Group(Protocol):
         """Look up what the prefix cache has of a sequence."""
         ...
 
-    def attach(self, slot: jax.Array, found: FoundPrefix, num_found: jax.Array) -> Self:
-        """Start an empty slot with the first `num_found` i32[] blocks of a cached prefix.
+    def attach(self, slot: jax.Array, prefix: FoundPrefix, num_cached: jax.Array) -> Self:
+        """Start an empty slot with the first `num_cached` i32[] blocks of a cached prefix.
 
         Nothing changes if `slot` i32[] is equal to the number of slots.
         """
@@ -278,7 +278,7 @@ class Group(Protocol):
         ...
 
 
-class Begun(NamedTuple):
+class GroupReservation(NamedTuple):
     """A prepared reservation of a group, which `Group.finish` applies.
 
     Attributes:
@@ -346,12 +346,12 @@ class CacheGroup:
     has_blocks: ClassVar[bool] = True
 
     def __repr__(self) -> str:
-        use, shape = describe_use(self.tables), getattr(self.pools.k, "shape", ())
-        if use is None or len(shape) != 5:
+        description, shape = describe_use(self.tables), getattr(self.pools.k, "shape", ())
+        if description is None or len(shape) != 5:
             return shortened(self)
         return cut(
             f"CacheGroup({shape[0]} layers, {shape[2]} KV heads of {shape[4]}, "
-            f"{self.pools.k.dtype}, {use})"
+            f"{self.pools.k.dtype}, {description})"
         )
 
     @classmethod
@@ -474,19 +474,21 @@ class CacheGroup:
         blocks = jnp.where(step.is_active, blocks, self.num_blocks)
         return BlockMetadata(rows, SlotMapping(blocks, step.offsets), self.tables.retention)
 
-    def begin_reserve(self, num_tokens: jax.Array, *, max_tokens: int) -> Begun:
+    def begin_reserve(self, num_tokens: jax.Array, *, max_tokens: int) -> GroupReservation:
         """See `Group`."""
         changes = begin_reserve(self.tables, num_tokens, max_tokens=max_tokens)
-        return Begun(changes.is_possible, changes)
+        return GroupReservation(changes.is_possible, changes)
 
-    def begin_restore(self, num_tokens: jax.Array, *, max_tokens: int) -> Begun:
+    def begin_restore(self, num_tokens: jax.Array, *, max_tokens: int) -> GroupReservation:
         """See `Group`."""
         changes = begin_restore(self.tables, num_tokens, max_tokens=max_tokens)
-        return Begun(changes.is_possible, changes)
+        return GroupReservation(changes.is_possible, changes)
 
-    def finish(self, begun: Begun, ok: jax.Array, backend: str | None) -> "CacheGroup":
+    def finish(
+        self, reservation: GroupReservation, ok: jax.Array, backend: str | None
+    ) -> "CacheGroup":
         """See `Group`."""
-        tables, copies, _ = finish_reserve(cast(Reservation, begun.changes), ok)
+        tables, copies, _ = finish_reserve(cast(Reservation, reservation.changes), ok)
         return replace(self._copy(copies, backend), tables=tables)
 
     def _copy(self, copies: BlockCopies, backend: str | None) -> "CacheGroup":
@@ -511,14 +513,14 @@ class CacheGroup:
     def plan(
         self,
         limits: jax.Array,
-        most: jax.Array,
+        num_steps: jax.Array,
         *,
         max_tokens: int,
         lengths: jax.Array,
         backend: str | None,
     ) -> tuple["CacheGroup", ReservePlan]:
         """See `Group`."""
-        planned = allocator.plan(self.tables, limits, most, max_tokens=max_tokens)
+        planned = allocator.plan(self.tables, limits, num_steps, max_tokens=max_tokens)
         return self._copy(planned.copies, backend), planned
 
     def commit(self, planned: ReservePlan, lengths: jax.Array) -> "CacheGroup":
@@ -566,9 +568,9 @@ class CacheGroup:
         """See `Group`."""
         return find_prefix(self.tables, query)
 
-    def attach(self, slot: jax.Array, found: FoundPrefix, num_found: jax.Array) -> "CacheGroup":
+    def attach(self, slot: jax.Array, prefix: FoundPrefix, num_cached: jax.Array) -> "CacheGroup":
         """See `Group`."""
-        return replace(self, tables=start_slot(self.tables, slot, found.ids, num_found))
+        return replace(self, tables=start_slot(self.tables, slot, prefix.ids, num_cached))
 
     def publish_snapshots(
         self,
@@ -720,15 +722,17 @@ class StateGroup:
         """See `Group`."""
         return rows.at_step(step.number, step.is_active, step.lengths)
 
-    def begin_reserve(self, num_tokens: jax.Array, *, max_tokens: int) -> Begun:
+    def begin_reserve(self, num_tokens: jax.Array, *, max_tokens: int) -> GroupReservation:
         """See `Group`."""
-        return Begun(None, jnp.asarray(num_tokens) > 0)
+        return GroupReservation(None, jnp.asarray(num_tokens) > 0)
 
     begin_restore = begin_reserve
 
-    def finish(self, begun: Begun, ok: jax.Array, backend: str | None) -> "StateGroup":
+    def finish(
+        self, reservation: GroupReservation, ok: jax.Array, backend: str | None
+    ) -> "StateGroup":
         """See `Group`."""
-        return replace(self, tables=reserve_states(self.tables, begun.changes & ok))
+        return replace(self, tables=reserve_states(self.tables, reservation.changes & ok))
 
     def slide(self, limits: jax.Array) -> "StateGroup":
         """See `Group`."""
@@ -741,15 +745,15 @@ class StateGroup:
     def plan(
         self,
         limits: jax.Array,
-        most: jax.Array,
+        num_steps: jax.Array,
         *,
         max_tokens: int,
         lengths: jax.Array,
         backend: str | None,
     ) -> tuple["StateGroup", None]:
         """See `Group`."""
-        is_writer = (limits > 0) & (most > 0)
-        return replace(self, tables=plan_states(self.tables, is_writer, lengths, most)), None
+        is_writer = (limits > 0) & (num_steps > 0)
+        return replace(self, tables=plan_states(self.tables, is_writer, lengths, num_steps)), None
 
     def commit(self, planned: None, lengths: jax.Array) -> "StateGroup":
         """See `Group`."""
@@ -800,9 +804,9 @@ class StateGroup:
         entries, is_found = find_blocks(self.tables.pool, query)
         return FoundPrefix(entries, None, jnp.pad(is_found, (1, 0), constant_values=True))
 
-    def attach(self, slot: jax.Array, found: FoundPrefix, num_found: jax.Array) -> "StateGroup":
+    def attach(self, slot: jax.Array, prefix: FoundPrefix, num_cached: jax.Array) -> "StateGroup":
         """See `Group`."""
-        entry = take_or_fill(found.ids, num_found - 1, fill_value=self.num_entries)
+        entry = take_or_fill(prefix.ids, num_cached - 1, fill_value=self.num_entries)
         return replace(self, tables=attach_state(self.tables, slot, entry))
 
     def publish_snapshots(
@@ -872,12 +876,12 @@ def find_layer(layers: LayerPlaces, layer: Any) -> tuple[Any, ...]:
       ValueError: `layer` is traced and there are several groups, or the layer belongs to no group.
     """
     if not isinstance(layer, Tracer):
-        if (place := layers[int(layer)]) is None:
+        if (location := layers[int(layer)]) is None:
             raise ValueError(
                 f"PagedCache: layer must belong to a group of the cache, got layer {layer}, which "
                 "belongs to none."
             )
-        return place
+        return location
     first = layers[0]
     if first is None or layers != tuple((*first[:-1], index) for index in range(len(layers))):
         raise ValueError(

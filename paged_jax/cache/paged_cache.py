@@ -47,7 +47,7 @@ from paged_jax.arguments import names_arguments
 from paged_jax.cache.attention_metadata import AttentionMetadata, LayerPlaces
 from paged_jax.cache.blocks import BlockTables
 from paged_jax.cache.blocks.prefix import begin_attach, longest_prefix, publish_groups
-from paged_jax.cache.groups import Begun, CacheGroup, DecodeStep, Group, NewTokens
+from paged_jax.cache.groups import CacheGroup, DecodeStep, Group, GroupReservation, NewTokens
 from paged_jax.cache.retention import Retention
 from paged_jax.formatting import cut
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
@@ -99,7 +99,7 @@ class PagedCache:
         return cut(f"PagedCache({', '.join(map(repr, self.groups))})")
 
     def _repr_html_(self) -> str:
-        return "".join(each.tables._repr_html_() or "" for each in self.block_groups)  # pyright: ignore[reportPrivateUsage]
+        return "".join(group.tables._repr_html_() or "" for group in self.block_groups)  # pyright: ignore[reportPrivateUsage]
 
     @classmethod
     @names_arguments
@@ -211,11 +211,11 @@ class PagedCache:
 
     @property
     def _only_group(self) -> CacheGroup:
-        first, *others = self.block_groups
-        if others:
+        first, *other_groups = self.block_groups
+        if other_groups:
             raise AttributeError(
                 "PagedCache: this property is only for caches with one group of layers, got "
-                f"{1 + len(others)} groups. Use cache.groups."
+                f"{1 + len(other_groups)} groups. Use cache.groups."
             )
         return first
 
@@ -282,8 +282,10 @@ def reserve(
     Raises:
       ValueError: `num_tokens` is not i32[S] or `max_tokens` is not a positive integer.
     """
-    begun = [group.begin_reserve(num_tokens, max_tokens=max_tokens) for group in cache.groups]
-    return _finish(cache, begun, backend)
+    reservations = [
+        group.begin_reserve(num_tokens, max_tokens=max_tokens) for group in cache.groups
+    ]
+    return _finish(cache, reservations, backend)
 
 
 def restore(
@@ -295,8 +297,10 @@ def restore(
     only the blocks inside the window. `num_tokens` i32[S] is the number of tokens of each slot; 0
     leaves a slot unchanged. See `reserve` for the other arguments and the result.
     """
-    begun = [group.begin_restore(num_tokens, max_tokens=max_tokens) for group in cache.groups]
-    return _finish(cache, begun, backend)
+    reservations = [
+        group.begin_restore(num_tokens, max_tokens=max_tokens) for group in cache.groups
+    ]
+    return _finish(cache, reservations, backend)
 
 
 def reserve_rows(
@@ -394,11 +398,17 @@ def _sum_by_slot(
 
 
 def plan(
-    cache: PagedCache, limits: jax.Array, most: jax.Array, *, max_tokens: int, backend: str | None
+    cache: PagedCache,
+    limits: jax.Array,
+    num_steps: jax.Array,
+    *,
+    max_tokens: int,
+    backend: str | None,
 ) -> tuple[PagedCache, tuple[Any, ...]]:
     """Choose blocks for new tokens in all groups, and copy shared blocks that are written to.
 
-    See `paged_jax.blocks.plan` for `limits`, `most` and `max_tokens`, and `reserve` for `backend`.
+    See `paged_jax.blocks.plan` for `limits`, `most` (here `num_steps`) and `max_tokens`, and
+    `reserve` for `backend`.
     Slots with a limit above 0 first free the blocks that left their windows. If there are blocks
     for at least one token per slot, `plan_states` chooses the recurrent states to read and to
     write. The next operation on the tables must be `commit`.
@@ -410,15 +420,15 @@ def plan(
     groups = [group.slide(limits) for group in cache.groups]
     if sum(group.can_run_out for group in groups) > 1:
         counts = [g.num_possible(limits, max_tokens=max_tokens) for g in groups if g.can_run_out]
-        most = functools.reduce(jnp.minimum, counts, jnp.asarray(most, jnp.int32))
-    planned: list[Any] = []
+        num_steps = functools.reduce(jnp.minimum, counts, jnp.asarray(num_steps, jnp.int32))
+    plans: list[Any] = []
     for index, group in enumerate(groups):
         groups[index], plan = group.plan(
-            limits, most, max_tokens=max_tokens, lengths=cache.lengths, backend=backend
+            limits, num_steps, max_tokens=max_tokens, lengths=cache.lengths, backend=backend
         )
-        planned.append(plan)
-        most = planned[0].num_tokens
-    return cache.replace_groups(groups), tuple(planned)
+        plans.append(plan)
+        num_steps = plans[0].num_tokens
+    return cache.replace_groups(groups), tuple(plans)
 
 
 class PlannedRows(NamedTuple):
@@ -433,13 +443,15 @@ class PlannedRows(NamedTuple):
     groups: tuple[Any, ...]
 
     @classmethod
-    def take(cls, cache: PagedCache, planned: Sequence[Any], slots: jax.Array) -> "PlannedRows":
+    def take(cls, cache: PagedCache, plans: Sequence[Any], slots: jax.Array) -> "PlannedRows":
         """Take the plan of the rows with these slots from the results of `plan`.
 
         Slots i32 ``[B]`` past the end are padding.
         """
-        groups = zip(cache.groups, planned, strict=True)
-        return cls(cache, tuple(group.planned_rows(each, slots) for group, each in groups))
+        groups = zip(cache.groups, plans, strict=True)
+        return cls(
+            cache, tuple(group.planned_rows(group_plan, slots) for group, group_plan in groups)
+        )
 
     def at_step(
         self, index: int | jax.Array, is_active: jax.Array, lengths: jax.Array
@@ -469,32 +481,38 @@ class PlannedRows(NamedTuple):
         )
 
 
-def commit(cache: PagedCache, planned: Sequence[Any], lengths: jax.Array) -> PagedCache:
+def commit(cache: PagedCache, plans: Sequence[Any], lengths: jax.Array) -> PagedCache:
     """Allocate the planned blocks that were used, and set the lengths of slots to `lengths`.
 
     `lengths` is i32[S]; see `paged_jax.blocks.commit`.
     """
-    pairs = zip(cache.groups, planned, strict=True)
+    pairs = zip(cache.groups, plans, strict=True)
     return cache.replace_groups(group.commit(plan, lengths) for group, plan in pairs)
 
 
 def _finish(
-    cache: PagedCache, begun: Sequence[Begun], backend: str | None
+    cache: PagedCache, reservations: Sequence[GroupReservation], backend: str | None
 ) -> tuple[PagedCache, jax.Array]:
     """Apply the reservations of all groups and copy their blocks, if all are possible."""
-    possible = [each.is_possible for each in begun if each.is_possible is not None]
+    possible = [
+        reservation.is_possible
+        for reservation in reservations
+        if reservation.is_possible is not None
+    ]
     ok = functools.reduce(lambda a, b: a & b, possible)
-    pairs = zip(cache.groups, begun, strict=True)
-    return cache.replace_groups(group.finish(each, ok, backend) for group, each in pairs), ok
+    pairs = zip(cache.groups, reservations, strict=True)
+    return cache.replace_groups(
+        group.finish(reservation, ok, backend) for group, reservation in pairs
+    ), ok
 
 
-def max_drafts(cache: PagedCache, lengths: jax.Array, most: jax.Array) -> jax.Array:
-    """Return the number of draft tokens that slots of these lengths can verify, at most `most`.
+def max_drafts(cache: PagedCache, lengths: jax.Array, maximum: jax.Array) -> jax.Array:
+    """Return the number of draft tokens that slots of these lengths can verify, at most `maximum`.
 
-    All arguments are i32[B] or, for `most`, a number.
+    All arguments are i32[B] or, for `maximum`, a number.
     """
     limits = [group.max_drafts(lengths) for group in cache.groups]
-    return functools.reduce(jnp.minimum, [limit for limit in limits if limit is not None], most)
+    return functools.reduce(jnp.minimum, [limit for limit in limits if limit is not None], maximum)
 
 
 def plan_drafts(cache: PagedCache, is_writer: jax.Array, lengths: jax.Array) -> PagedCache:
@@ -578,8 +596,8 @@ def attach(
     In groups with a window, only the blocks that the next token attends to must be cached. In a
     cache with recurrent layers, the prefix ends at a block with a snapshot of their states.
     """
-    cache, num_found, _ = attach_prefix(cache, slot, digests, token_ids, num_blocks)
-    return cache, num_found
+    cache, num_cached, _ = attach_prefix(cache, slot, digests, token_ids, num_blocks)
+    return cache, num_cached
 
 
 def attach_prefix(
@@ -595,21 +613,23 @@ def attach_prefix(
     blocks of tokens. Recurrent layers need a snapshot of their state at the end of the prefix.
 
     Returns:
-      ``(cache, num_found, num_possible)``. `num_possible` is i32[], the number of blocks that would
-      have been attached if recurrent layers had a snapshot at the end of every block.
+      ``(cache, num_cached, num_possible)``. `num_possible` is i32[], the number of blocks that
+      would have been attached if recurrent layers had a snapshot at the end of every block.
     """
     slot, query = begin_attach(cache.tables, slot, digests, token_ids, num_blocks)
-    found = [group.find_prefix(query) for group in cache.groups]
-    of_blocks = [each for group, each in zip(cache.groups, found, strict=True) if group.has_blocks]
-    num_possible = num_found = longest_prefix(of_blocks, query)
-    if len(of_blocks) < len(found):
-        num_found = longest_prefix(found, query)
+    prefixes = [group.find_prefix(query) for group in cache.groups]
+    block_prefixes = [
+        prefix for group, prefix in zip(cache.groups, prefixes, strict=True) if group.has_blocks
+    ]
+    num_possible = num_cached = longest_prefix(block_prefixes, query)
+    if len(block_prefixes) < len(prefixes):
+        num_cached = longest_prefix(prefixes, query)
     # If no block was found, replace `slot` by an index past the last slot, so that JAX drops all
     # writes and no slot changes.
-    slot = jnp.where(num_found > 0, slot, cache.num_slots)
-    groups = zip(cache.groups, found, strict=True)
-    cache = cache.replace_groups(group.attach(slot, each, num_found) for group, each in groups)
-    return cache, num_found, num_possible
+    slot = jnp.where(num_cached > 0, slot, cache.num_slots)
+    groups = zip(cache.groups, prefixes, strict=True)
+    cache = cache.replace_groups(group.attach(slot, prefix, num_cached) for group, prefix in groups)
+    return cache, num_cached, num_possible
 
 
 def publish(

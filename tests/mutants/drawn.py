@@ -166,8 +166,8 @@ DRAWN = (
         "an attached prefix has no state",
         "cache",
         "paged_jax.cache.paged_cache:attach_prefix",
-        "group.attach(slot, each, num_found)",
-        "group.attach(slot, each, num_found) if group.has_blocks else group",
+        "group.attach(slot, prefix, num_cached)",
+        "group.attach(slot, prefix, num_cached) if group.has_blocks else group",
         "tests/cache/test_states.py::test_histories_like_an_engine_match_the_model",
     ),
     mutant(

@@ -294,7 +294,7 @@ SURVIVORS = (
         "a positive bias cannot improve a beam",
         "engine/beam_search",
         "paged_jax.engine.beam_search:BeamChoice.is_done",
-        "self.beams[0].cum_logprob + num_left * self._max_bias",
+        "self.beams[0].cum_logprob + num_remaining * self._max_bias",
         "self.beams[0].cum_logprob",
         "tests/engine/test_beam_search.py",
     ),

@@ -27,18 +27,22 @@ def check_invariants(tables: BlockTables) -> None:
 
     is_length = (lengths >= 0) & (lengths <= table.shape[1] * tables.block_size)
     require(is_length.all(), "lengths", "fit the tables", lengths.tolist())
-    begins = _checked_first_columns(tables, lengths)
+    first_columns = _checked_first_columns(tables, lengths)
     ends = num_blocks_needed(lengths, tables.block_size)
     columns = np.arange(tables.max_blocks_per_slot)
     for slot, entries in enumerate(table):
         is_full = columns < ends[slot]
-        is_kept = tables.retention.is_kept(columns, begins[slot], tables.block_size)
-        held, left = entries[is_full & is_kept], entries[is_full & ~is_kept]
-        name, rest, row = f"block_tables[{slot}]", entries[~is_full], entries.tolist()
-        require(np.all((0 <= held) & (held < num_blocks)), name, "cover the length", row)
-        require(len(np.unique(held)) == len(held), name, "hold a block once", row)
-        require(np.all(left == num_blocks), name, f"be {num_blocks} before first_columns", row)
-        require(np.all(rest == num_blocks), name, f"be {num_blocks} past the length", row)
+        is_kept = tables.retention.is_kept(columns, first_columns[slot], tables.block_size)
+        used_entries, freed_entries = entries[is_full & is_kept], entries[is_full & ~is_kept]
+        name, tail_entries, row = f"block_tables[{slot}]", entries[~is_full], entries.tolist()
+        require(
+            np.all((0 <= used_entries) & (used_entries < num_blocks)), name, "cover the length", row
+        )
+        require(len(np.unique(used_entries)) == len(used_entries), name, "hold a block once", row)
+        require(
+            np.all(freed_entries == num_blocks), name, f"be {num_blocks} before first_columns", row
+        )
+        require(np.all(tail_entries == num_blocks), name, f"be {num_blocks} past the length", row)
 
     entries = np.bincount(table[table < num_blocks], minlength=num_blocks)
     for block, count in enumerate(np.asarray(tables.pool.ref_counts).tolist()):
@@ -56,9 +60,9 @@ def _checked_first_columns(tables: BlockTables, lengths: np.ndarray) -> np.ndarr
         require(tables.first_columns is None, "first_columns", "be None", tables.first_columns)
         return np.zeros_like(lengths)
     first_columns = np.asarray(tables.first_columns)
-    kept = tables.retention.cursor(lengths, tables.block_size)
-    is_kept = (first_columns >= 0) & (first_columns <= kept)
-    rule = f"be 0 to {kept.tolist()}, where windows begin"
+    cursors = tables.retention.cursor(lengths, tables.block_size)
+    is_kept = (first_columns >= 0) & (first_columns <= cursors)
+    rule = f"be 0 to {cursors.tolist()}, where windows begin"
     require(is_kept.all(), "first_columns", rule, first_columns.tolist())
     return first_columns
 
@@ -89,7 +93,7 @@ def check_pool(pool: BlockPool) -> None:
     require(is_unique, "digests", "be unique among cached blocks", digests.tolist())
 
 
-def require(holds: bool | np.bool, name: str, rule: str, value: object) -> None:
-    """Raise AssertionError unless `holds`; the message has `name`, `rule` and `value`."""
-    if not holds:
+def require(condition: bool | np.bool, name: str, rule: str, value: object) -> None:
+    """Raise AssertionError unless `condition`; the message has `name`, `rule` and `value`."""
+    if not condition:
         raise AssertionError(f"check_invariants: {name} must {rule}, got {value}.")

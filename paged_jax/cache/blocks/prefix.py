@@ -48,8 +48,8 @@ def attach(
       num_blocks: i32[], the number of blocks to look up; the others are padding.
 
     Returns:
-      `(tables, num_found)`. `num_found` is i32[], the number of blocks found. The slot now holds
-      `num_found * C` tokens.
+      `(tables, num_cached)`. `num_cached` is i32[], the number of blocks found. The slot now holds
+      `num_cached * C` tokens.
 
     Raises:
       ValueError: shapes or dtypes do not fit the tables, or there are more than M blocks.
@@ -60,17 +60,17 @@ def attach(
       >>> tables, _, _ = reserve(tables, jnp.array([6, 0]), max_tokens=8)
       >>> digests, tokens = jnp.ones((1, 8), jnp.uint32), jnp.array([[11, 12, 13, 14]])
       >>> tables = publish(tables, jnp.array([0]), jnp.array([0]), digests, tokens)
-      >>> tables, num_found = attach(tables, 1, digests, tokens, 1)
-      >>> int(num_found), tables.block_tables.tolist(), tables.lengths.tolist()
+      >>> tables, num_cached = attach(tables, 1, digests, tokens, 1)
+      >>> int(num_cached), tables.block_tables.tolist(), tables.lengths.tolist()
       (1, [[0, 1], [0, 4]], [6, 4])
     """
     slot, query = begin_attach(tables, slot, digests, token_ids, num_blocks)
-    found = find_prefix(tables, query)
-    num_found = longest_prefix([found], query)
+    prefix = find_prefix(tables, query)
+    num_cached = longest_prefix([prefix], query)
     # If no block was found, replace `slot` by an index past the last slot, so that JAX drops all
     # writes and no slot changes.
-    slot = jnp.where(num_found > 0, slot, tables.num_slots)
-    return start_slot(tables, slot, found.ids, num_found), num_found
+    slot = jnp.where(num_cached > 0, slot, tables.num_slots)
+    return start_slot(tables, slot, prefix.ids, num_cached), num_cached
 
 
 class PrefixQuery(NamedTuple):
@@ -143,11 +143,11 @@ def find_prefix(tables: BlockTables, query: PrefixQuery) -> FoundPrefix:
     return FoundPrefix(blocks, None, rule.has_kept(num_missed, cursors, block_size))
 
 
-def longest_prefix(found: Sequence[FoundPrefix], query: PrefixQuery) -> jax.Array:
+def longest_prefix(prefixes: Sequence[FoundPrefix], query: PrefixQuery) -> jax.Array:
     """Return the number of blocks in the longest prefix that all groups can provide, i32[]."""
-    limits = [each.num_blocks for each in found if each.num_blocks is not None]
+    limits = [prefix.num_blocks for prefix in prefixes if prefix.num_blocks is not None]
     limit = functools.reduce(jnp.minimum, limits or [query.limit])
-    masks = [each.is_possible for each in found if each.is_possible is not None]
+    masks = [prefix.is_possible for prefix in prefixes if prefix.is_possible is not None]
     if not masks:
         return limit
     counts = jnp.arange(len(query.digests) + 1, dtype=jnp.int32)
@@ -157,7 +157,7 @@ def longest_prefix(found: Sequence[FoundPrefix], query: PrefixQuery) -> jax.Arra
 
 @without_index_checks
 def start_slot(
-    tables: BlockTables, slot: jax.Array, blocks: jax.Array, num_found: jax.Array
+    tables: BlockTables, slot: jax.Array, blocks: jax.Array, num_cached: jax.Array
 ) -> BlockTables:
     """Write the blocks of a cached prefix into an empty slot, and set its length.
 
@@ -165,11 +165,11 @@ def start_slot(
       tables: the tables of a group.
       slot: i32[], an empty slot. Nothing changes if it is equal to the number of slots.
       blocks: i32[N], the cached blocks of a sequence. The slot gets only those that it keeps.
-      num_found: i32[], the number of blocks in the prefix.
+      num_cached: i32[], the number of blocks in the prefix.
     """
     columns = jnp.arange(len(blocks), dtype=jnp.int32)
-    is_taken = columns < num_found
-    num_tokens = num_found * tables.block_size
+    is_taken = columns < num_cached
+    num_tokens = num_cached * tables.block_size
     if tables.first_columns is not None:
         cursor = tables.retention.cursor(num_tokens, tables.block_size)
         is_taken &= tables.retention.is_kept(columns, cursor, tables.block_size)
@@ -245,47 +245,47 @@ def publish_groups(
     would not be cached, so the other groups could not publish theirs either. The prefix could then
     not be found until the first group had evicted its older copies.
     """
-    first, *others = groups
+    first, *other_groups = groups
     digests, token_ids = _as_contents("publish", first, digests, token_ids)
     slots, columns = jnp.asarray(slots), jnp.asarray(columns)
     bind("publish", digests=(digests[:, 0], "N"), slots=(slots, "N"), columns=(columns, "N"))
     slots = check_dtype("publish", "slots", slots, jnp.int32)
     columns = check_dtype("publish", "columns", columns, jnp.int32)
-    after = _publish_first(first, others, slots, columns, digests, token_ids)
+    after = _publish_first(first, other_groups, slots, columns, digests, token_ids)
     return after, *(
         _publish_alike(tables, first, after, slots, columns, digests, token_ids)
-        for tables in others
+        for tables in other_groups
     )
 
 
 def _publish_first(
     tables: BlockTables,
-    others: list[BlockTables],
+    other_groups: list[BlockTables],
     slots: jax.Array,
     columns: jax.Array,
     digests: jax.Array,
     token_ids: jax.Array,
 ) -> BlockTables:
     """Add blocks of the first group to the prefix cache, see `publish_groups`."""
-    none = tables.num_blocks
+    no_block = tables.num_blocks
     blocks, is_full = _full_blocks(tables, slots, columns)
     pool = tables.pool
-    known = block_pool.find(pool, digests, is_full)
-    is_new = is_full & (known == none) & ~pool.is_cached[blocks]
-    if others:
-        replaces = is_full & (known < none) & ~pool.is_cached[blocks]
-        replaces &= _would_complete(others, slots, columns, digests)
+    cached_blocks = block_pool.find(pool, digests, is_full)
+    is_new = is_full & (cached_blocks == no_block) & ~pool.is_cached[blocks]
+    if other_groups:
+        replaces = is_full & (cached_blocks < no_block) & ~pool.is_cached[blocks]
+        replaces &= _would_complete(other_groups, slots, columns, digests)
         is_taken = _serve_in_order(is_new | replaces, blocks, digests)
-        older = jnp.where(is_taken & replaces, known, none)
-        pool = block_pool.forget_marked(pool, put_or_drop(jnp.zeros(none, bool), older, True))
+        older = jnp.where(is_taken & replaces, cached_blocks, no_block)
+        pool = block_pool.forget_marked(pool, put_or_drop(jnp.zeros(no_block, bool), older, True))
     else:
         is_taken = _serve_in_order(is_new, blocks, digests)
-    blocks = jnp.where(is_taken, blocks, none)
+    blocks = jnp.where(is_taken, blocks, no_block)
     return replace(tables, pool=block_pool.remember(pool, blocks, digests, token_ids))
 
 
 def _would_complete(
-    others: list[BlockTables], slots: jax.Array, columns: jax.Array, digests: jax.Array
+    other_groups: list[BlockTables], slots: jax.Array, columns: jax.Array, digests: jax.Array
 ) -> jax.Array:
     """Return whether replacing the cached copy of each block caches it in more groups, bool[N].
 
@@ -295,7 +295,7 @@ def _would_complete(
     a group gains the block and no group loses it.
     """
     adds, loses = jnp.zeros(len(slots), bool), jnp.zeros(len(slots), bool)
-    for tables in others:
+    for tables in other_groups:
         blocks, is_held = _full_blocks(tables, slots, columns)
         is_known = block_pool.find(tables.pool, digests, slots >= 0) < tables.num_blocks
         adds |= is_held & ~is_known & ~tables.pool.is_cached[blocks]
@@ -383,10 +383,10 @@ def find_blocks(pool: BlockPool, query: PrefixQuery) -> tuple[jax.Array, jax.Arr
     size = len(digests)
     index = jnp.arange(size, dtype=jnp.int32)
     blocks = block_pool.find(pool, digests, index < limit)
-    known = pool.token_ids.at[blocks].get(mode="fill", fill_value=-1)
+    cached_ids = pool.token_ids.at[blocks].get(mode="fill", fill_value=-1)
     first = jnp.full(pool.num_blocks, size, jnp.int32).at[blocks].min(index, mode="drop")
     is_first = first.at[blocks].get(mode="fill", fill_value=size) == index
-    return blocks, is_first & jnp.all(known == token_ids, axis=1)
+    return blocks, is_first & jnp.all(cached_ids == token_ids, axis=1)
 
 
 @typed_jit
@@ -408,8 +408,8 @@ def _serve_in_order(is_new: jax.Array, blocks: jax.Array, digests: jax.Array) ->
         return is_taken.at[entry].set(~jnp.any(is_taken & is_same))
 
     num_new = jnp.sum(is_new, dtype=jnp.int32)
-    none = jnp.zeros_like(is_new)
-    return cast(jax.Array, lax.fori_loop(jnp.int32(0), num_new, serve, none))
+    initial = jnp.zeros_like(is_new)
+    return cast(jax.Array, lax.fori_loop(jnp.int32(0), num_new, serve, initial))
 
 
 def _as_contents(

@@ -214,17 +214,19 @@ def begin_restore(tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int
     # A restored slot gets blocks only for the tokens that it keeps. So pretend that the slot has
     # already stored all earlier tokens and freed their blocks, and append the rest.
     is_new = num_tokens > 0
-    kept = tables.retention.cursor(num_tokens, tables.block_size)
-    num_left = jnp.where(is_new, kept * tables.block_size, 0)
-    slid = replace(
+    cursors = tables.retention.cursor(num_tokens, tables.block_size)
+    num_skipped = jnp.where(is_new, cursors * tables.block_size, 0)
+    shifted_tables = replace(
         tables,
-        first_columns=jnp.where(is_new, kept, first_columns),
-        lengths=jnp.where(is_new, num_left, tables.lengths),
+        first_columns=jnp.where(is_new, cursors, first_columns),
+        lengths=jnp.where(is_new, num_skipped, tables.lengths),
     )
-    most = min(max_tokens, tables.retention.max_restored(tables.block_size))
-    begun = begin_reserve(slid, num_tokens - num_left, max_tokens=most, function="restore")
-    before = replace(begun.tables, lengths=tables.lengths, first_columns=first_columns)
-    return begun._replace(tables=before)
+    max_restored = min(max_tokens, tables.retention.max_restored(tables.block_size))
+    reservation = begin_reserve(
+        shifted_tables, num_tokens - num_skipped, max_tokens=max_restored, function="restore"
+    )
+    before = replace(reservation.tables, lengths=tables.lengths, first_columns=first_columns)
+    return reservation._replace(tables=before)
 
 
 @short_repr

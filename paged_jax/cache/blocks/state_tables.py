@@ -202,15 +202,15 @@ def reserve_states(tables: StateTables, is_writer: jax.Array) -> StateTables:
     """
     P, pool = tables.num_entries, tables.pool
     slots = jnp.arange(tables.num_slots, dtype=jnp.int32)
-    held = jnp.where(is_writer, tables.entries, P)
-    is_same_SS = held[:, None] == held[None, :]
+    held_entries = jnp.where(is_writer, tables.entries, P)
+    is_same_SS = held_entries[:, None] == held_entries[None, :]
     num_writers = jnp.sum(is_same_SS, axis=0, dtype=jnp.int32)
     last_writer = jnp.max(jnp.where(is_same_SS, slots[:, None], -1), axis=0)
     # If all slots that share an entry write to it, the last of these slots may keep the entry and
     # overwrite it.
-    may_keep = (last_writer == slots) & (num_writers == take_or_fill(pool.ref_counts, held))
-    may_keep &= held < P
-    is_snapshot = pool.is_cached.at[held].get(mode="fill", fill_value=False)
+    may_keep = (last_writer == slots) & (num_writers == take_or_fill(pool.ref_counts, held_entries))
+    may_keep &= held_entries < P
+    is_snapshot = pool.is_cached.at[held_entries].get(mode="fill", fill_value=False)
     is_needed, is_wanted = is_writer & ~may_keep, may_keep & is_snapshot
     # If there are not enough free entries for all slots, free the entries of all marks, so that
     # marks are discarded before snapshots are overwritten.
@@ -220,13 +220,13 @@ def reserve_states(tables: StateTables, is_writer: jax.Array) -> StateTables:
     num_spare = pool.num_free - jnp.sum(is_needed, dtype=jnp.int32)
     is_taken = is_needed | (is_wanted & (jnp.cumsum(is_wanted, dtype=jnp.int32) <= num_spare))
 
-    pool, taken = block_pool.take(pool, is_taken)
-    pool = block_pool.forget(pool, jnp.where(may_keep & ~is_taken, held, P))
-    pool = block_pool.give_back(pool, jnp.where(is_taken, held, P))
+    pool, new_entries = block_pool.take(pool, is_taken)
+    pool = block_pool.forget(pool, jnp.where(may_keep & ~is_taken, held_entries, P))
+    pool = block_pool.give_back(pool, jnp.where(is_taken, held_entries, P))
     return replace(
         tables,
         pool=pool,
-        entries=jnp.where(is_taken, taken, tables.entries),
+        entries=jnp.where(is_taken, new_entries, tables.entries),
         sources=tables.entries,
         next_entries=jnp.full_like(tables.next_entries, P),
     )
@@ -249,7 +249,7 @@ def state_interval(block_size: int) -> int:
 
 
 def plan_states(
-    tables: StateTables, is_writer: jax.Array, lengths: jax.Array, most: jax.Array
+    tables: StateTables, is_writer: jax.Array, lengths: jax.Array, max_tokens: jax.Array
 ) -> StateTables:
     """Choose the entries that the next program reads and writes, and the slots that get a mark.
 
@@ -267,14 +267,14 @@ def plan_states(
       tables: the tables to change; may be donated.
       is_writer: bool[S], whether each slot gets tokens, see `reserve_states`.
       lengths: i32[S], the number of tokens in each slot before the program.
-      most: i32[], the maximum number of tokens that the program appends to a slot.
+      max_tokens: i32[], the maximum number of tokens that the program appends to a slot.
     """
-    return plan_marks(reserve_states(tables, is_writer), is_writer, lengths, most)
+    return plan_marks(reserve_states(tables, is_writer), is_writer, lengths, max_tokens)
 
 
 @without_index_checks
 def plan_marks(
-    tables: StateTables, is_writer: jax.Array, lengths: jax.Array, most: int | jax.Array
+    tables: StateTables, is_writer: jax.Array, lengths: jax.Array, max_tokens: int | jax.Array
 ) -> StateTables:
     """Choose the slots whose recurrent state the next program saves as a mark.
 
@@ -288,10 +288,12 @@ def plan_marks(
     # the first is shared or a snapshot. Then no mark is needed: the first entry keeps the state
     # anyway.
     is_left = (switch_lengths > lengths) | (tables.sources == tables.entries)
-    is_reached = is_writer & is_left & (switch_lengths > 0) & (switch_lengths < lengths + most)
+    is_reached = (
+        is_writer & is_left & (switch_lengths > 0) & (switch_lengths < lengths + max_tokens)
+    )
     is_reached &= (tables.marks == P) | (tables.mark_lengths != switch_lengths)
-    room = tables.pool.num_free - (P - tables.num_slots) // 2
-    is_reached &= jnp.cumsum(is_reached, dtype=jnp.int32) <= room
+    num_available = tables.pool.num_free - (P - tables.num_slots) // 2
+    is_reached &= jnp.cumsum(is_reached, dtype=jnp.int32) <= num_available
     return replace(
         tables, next_entries=block_pool.peek(tables.pool, is_reached), switch_lengths=switch_lengths
     )

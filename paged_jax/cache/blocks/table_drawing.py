@@ -71,8 +71,8 @@ def _draw_slot(tables: BlockTables, slot: int, length: int, counts: np.ndarray) 
         begin, last = (rule.freed_column(index, size) for index in (0, num_freed - 1))
         lines.append(f"    logical {begin:3d} to {last} were freed: they left the sliding window")
         begin = last + 1
-    kept = [x for x in range(num_blocks_needed(length, size)) if rule.is_kept(x, cursor, size)]
-    for logical in kept:
+    columns = [x for x in range(num_blocks_needed(length, size)) if rule.is_kept(x, cursor, size)]
+    for logical in columns:
         first, last = logical * size, min(length, (logical + 1) * size) - 1
         physical = int(row[logical])
         sharing = f"   shared by {counts[physical]}" if counts[physical] > 1 else ""

@@ -73,8 +73,8 @@ class BlockTables:
     first_columns: jax.Array | None = None
 
     def __repr__(self) -> str:
-        use = describe_use(self)
-        return shortened(self) if use is None else cut(f"BlockTables({use})")
+        description = describe_use(self)
+        return shortened(self) if description is None else cut(f"BlockTables({description})")
 
     def __str__(self) -> str:
         """Draw the blocks of each slot and the pool."""
@@ -259,16 +259,18 @@ def _entries(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> jax.Ar
 @partial(typed_jit, static_argnums=(0,))  # Without `jit`, each eager call compiles `update` again.
 def _update_slots(update: Update, tables: BlockTables, mask: jax.Array) -> BlockTables:
     """Call `update` (see `_in_pieces`) for all blocks of the slots in `mask` bool[S]."""
-    held = jnp.where(mask, num_blocks_needed(tables.lengths, tables.block_size), 0)
+    num_held = jnp.where(mask, num_blocks_needed(tables.lengths, tables.block_size), 0)
     if tables.first_columns is None:
-        return _in_pieces(update, tables, held)
+        return _in_pieces(update, tables, num_held)
     rule, size = tables.retention, tables.block_size
     cursors = jnp.where(mask, tables.first_columns, 0)
 
     def find_column(index: jax.Array, cursor: jax.Array) -> jax.Array:
         return rule.kept_column(index, cursor, size)
 
-    return _in_pieces(update, tables, held - rule.num_freed(cursors, size), cursors, find_column)
+    return _in_pieces(
+        update, tables, num_held - rule.num_freed(cursors, size), cursors, find_column
+    )
 
 
 @without_index_checks
@@ -276,12 +278,12 @@ def _update_slots(update: Update, tables: BlockTables, mask: jax.Array) -> Block
 def _free_up_to(tables: BlockTables, before: jax.Array, after: jax.Array) -> BlockTables:
     """Free the blocks between an old and a new cursor of each slot, both i32[S]."""
     rule, size = tables.retention, tables.block_size
-    begins, ends = rule.num_freed(before, size), rule.num_freed(after, size)
+    starts, ends = rule.num_freed(before, size), rule.num_freed(after, size)
 
     def find_column(index: jax.Array, begin: jax.Array) -> jax.Array:
         return rule.freed_column(index + begin, size)
 
-    return _in_pieces(_empty_piece, tables, jnp.maximum(ends - begins, 0), begins, find_column)
+    return _in_pieces(_empty_piece, tables, jnp.maximum(ends - starts, 0), starts, find_column)
 
 
 def _in_pieces(
@@ -349,8 +351,8 @@ def shortest_lengths(tables: BlockTables) -> jax.Array | int:
     """
     if (cursors := tables.first_columns) is None:
         return 0
-    least = tables.retention.shortest_length(cursors, tables.block_size)
-    return jnp.where(cursors > 0, least, 0)
+    min_lengths = tables.retention.shortest_length(cursors, tables.block_size)
+    return jnp.where(cursors > 0, min_lengths, 0)
 
 
 def fork(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.Array]:
