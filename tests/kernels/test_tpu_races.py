@@ -18,8 +18,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from paged_jax.kernels.mosaic_tpu import attention as tpu_attention
 from paged_jax.kernels.mosaic_tpu import kernel, recurrent
-from paged_jax.kernels.op_args import AttentionArgs, Options
+from paged_jax.kernels.mosaic_tpu import write as tpu_write
+from paged_jax.kernels.op_args import AttentionArgs, Options, WriteArgs
+from paged_jax.kernels.pools import Pools
 from paged_jax.kernels.xla import recurrent as plain
+from paged_jax.kernels.xla import writes
 from tests.kernels.test_mosaic_tpu import make_step
 from tests.support.paged_batch import LAYER, PagedBatch, queries
 
@@ -62,15 +65,30 @@ def advance(op: str, interpret: Any, monkeypatch) -> tuple[np.ndarray, np.ndarra
     )
 
 
+def write(interpret: Any, monkeypatch) -> tuple[np.ndarray, np.ndarray]:
+    """Write tokens of a prompt in two grid steps, which share tiles, and drop two of them."""
+    monkeypatch.setattr(tpu_write, "_STEP_TOKENS", 8)
+    rng = np.random.default_rng(4)
+    k_pool, v_pool = jnp.asarray(rng.normal(size=(2, 2, 3, 2, 16, 128)), jnp.bfloat16)
+    k, v = jnp.asarray(rng.normal(size=(2, 14, 2, 128)), jnp.float32)
+    places = np.arange(5, 19)
+    blocks = jnp.asarray(np.where(places % 7 == 3, 9, places // 16), jnp.int32)
+    offsets = jnp.asarray(places % 16, jnp.int32)
+    args = WriteArgs(Pools(k_pool, v_pool, None, None), k, v, blocks, offsets, jnp.int32(1))
+    got = jax.jit(lambda args: tpu_write.write.__wrapped__(args, interpret))(args)
+    return tuple(np.stack([np.asarray(x) for x in each[:2]]) for each in (got, writes.write(args)))
+
+
 KERNELS: dict[str, Callable[..., tuple[np.ndarray, np.ndarray]]] = {
     "attention": attend,
+    "write": write,
     "delta": lambda *args: advance("delta", *args),
     "state_space": lambda *args: advance("state_space", *args),
 }
 
 
 @pytest.mark.parametrize(
-    "name", ["attention", "state_space", pytest.param("delta", marks=pytest.mark.slow)]
+    "name", ["attention", "write", "state_space", pytest.param("delta", marks=pytest.mark.slow)]
 )
 def test_kernels_have_no_races(name, monkeypatch, capsys, caplog) -> None:
     got, want = KERNELS[name](EAGER, monkeypatch)

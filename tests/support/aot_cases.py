@@ -448,11 +448,14 @@ TPU_RAGGED: Mapping[str, Case] = {
     ),
 }
 
-# XLA's scatters, which work in place on a TPU.
+# XLA writes pools of quantised dtypes, and copies blocks, also in place.
 TPU_UPDATES: Mapping[str, Case] = {
     "write of 64 tokens": _tpu("write", backend=None, B=64, T=1),
     "write of 2048 tokens": _tpu("write", backend=None, B=1, T=2048),
     "write, D 64 in 128 lanes": _tpu("write", backend=None, D=64, lanes=128),
+    "write, float32": _tpu("write", backend=None, dtype="float32"),
+    "write, latent in 640 lanes": _tpu("write", backend=None, B=64, T=1, lanes=640, **_LATENT),
+    "rope_write of 64 tokens": _tpu("rope_write", backend=None, B=64, T=1, **_PROJECTION),
     "write, int8": _tpu("write", backend=None, pool_dtype="int8"),
     "copy_blocks": _tpu("copy_blocks", backend=None, B=8, T=1),
     "copy_blocks, int8": _tpu("copy_blocks", backend=None, B=8, T=1, pool_dtype="int8"),
