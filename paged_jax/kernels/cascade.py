@@ -153,9 +153,9 @@ def cascade_attention(
     num_shared = jnp.asarray(num_shared, jnp.int32)
     # Clip here, because `checkify.index_checks` would report the columns that `jnp.take` clips.
     columns = jnp.clip(num_shared + jnp.arange(M, dtype=jnp.int32), 0, M - 1)
-    rest = jnp.take(block_tables, columns, axis=1, mode="clip")
+    suffix_tables = jnp.take(block_tables, columns, axis=1, mode="clip")
     num_own_tokens = jnp.where(is_used, context_lens - num_shared * C, 0)
-    own_out, own_lse = run(q, rest, num_own_tokens, sinks)
+    own_out, own_lse = run(q, suffix_tables, num_own_tokens, sinks)
 
     def with_shared(own_out: jax.Array, own_lse: jax.Array) -> jax.Array:
         table, length = block_tables[jnp.argmax(is_used)][None], (num_shared * C)[None]
@@ -180,9 +180,9 @@ def _as_one_sequence(q: jax.Array, num_kv_heads: int) -> jax.Array:
 
 def _as_batch(x: jax.Array, batch: int, num_kv_heads: int) -> jax.Array:
     """Undo `_as_one_sequence` for an output ``[1, B * H, ...]``; return ``[B, H, ...]``."""
-    rest = x.shape[2:]
-    x = x.reshape(num_kv_heads, batch, -1, *rest)
-    return jnp.swapaxes(x, 0, 1).reshape(batch, -1, *rest)
+    feature_shape = x.shape[2:]
+    x = x.reshape(num_kv_heads, batch, -1, *feature_shape)
+    return jnp.swapaxes(x, 0, 1).reshape(batch, -1, *feature_shape)
 
 
 def _first(out: jax.Array, lse: jax.Array) -> jax.Array:

@@ -65,7 +65,7 @@ def check_pools(function: str, pools: Pools, layer: Any, *, has_own_dim: bool = 
                 f"its scales, f32 {list(pools.k.shape[:4])}."
             )
         if not kv.has_scales and scale is not None:
-            names = " and ".join(each.name for each in QUANTISED)
+            names = " and ".join(kv_dtype.name for kv_dtype in QUANTISED)
             raise ValueError(
                 f"{function}: {name} must be None for a pool of {pools.k.dtype}, got shape "
                 f"{list(scale.shape)}. Only {names} pools have scales."
@@ -238,9 +238,9 @@ def checked_value_dim(
                 "are the first value_dim elements of the keys."
             )
         return None
-    most = _MAX_VALUE_DIM if has_values else head_dim
-    if not 1 <= value_dim <= most:
-        raise ValueError(f"{function}: value_dim must be 1 to {most}, got {value_dim}.")
+    max_value_dim = _MAX_VALUE_DIM if has_values else head_dim
+    if not 1 <= value_dim <= max_value_dim:
+        raise ValueError(f"{function}: value_dim must be 1 to {max_value_dim}, got {value_dim}.")
     return None if value_dim == head_dim else value_dim
 
 

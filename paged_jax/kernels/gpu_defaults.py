@@ -45,9 +45,9 @@ def preference(backend: str, problem: Problem) -> str | None:
 
 @functools.cache
 def _measured() -> CallTable[str]:
-    own = os.environ.get(DEFAULTS_VARIABLE)
+    path = os.environ.get(DEFAULTS_VARIABLE)
     shipped = importlib.resources.files("paged_jax.kernels") / "gpu_defaults.json"
-    return parse((Path(own) if own else shipped).read_text(encoding="utf-8"))
+    return parse((Path(path) if path else shipped).read_text(encoding="utf-8"))
 
 
 def parse(text: str) -> CallTable[str]:

@@ -119,8 +119,8 @@ def _forward(call: OpCall, primals: AttentionArgs):
     # For the backward pass, keep only the layer that the call reads. If the whole pools were kept,
     # each layer of a model would keep its own version of them, because each layer writes to the
     # pools before it reads them.
-    kept = pools.map(lambda pool: lax.dynamic_index_in_dim(pool, layer, keepdims=True))
-    args = args._replace(pools=kept, layer=jnp.zeros_like(layer))
+    layer_pools = pools.map(lambda pool: lax.dynamic_index_in_dim(pool, layer, keepdims=True))
+    args = args._replace(pools=layer_pools, layer=jnp.zeros_like(layer))
     return (out, lse), _Residuals(args, out, lse, layer, pools.k.shape[0])
 
 
@@ -373,8 +373,8 @@ def _fold_keys(
         keys_bar = dot("bkrn,bkrd->bknd", scores_bar, rows.q)
         values_bar = dot("bkrn,bkru->bknu", weights, rows.out_bar)
         if v_bar is None:
-            rest = keys_bar.shape[-1] - values_bar.shape[-1]
-            keys_bar += jnp.pad(values_bar, ((0, 0),) * 3 + ((0, rest),))
+            padding = keys_bar.shape[-1] - values_bar.shape[-1]
+            keys_bar += jnp.pad(values_bar, ((0, 0),) * 3 + ((0, padding),))
         else:
             v_bar = _add_blocks(v_bar, blocks_BM, values_bar)
         return q_bar, _add_blocks(k_bar, blocks_BM, keys_bar), v_bar

@@ -191,8 +191,8 @@ QUANTISED = tuple(kv.values for kv in KV_DTYPES.values() if kv.has_scales)
 @functools.cache
 def _find(dtype: Any) -> KVDtype | None:
     is_float = jnp.issubdtype(dtype, jnp.floating)
-    others = [KVDtype(dtype.name, dtype)] if is_float else []
-    return next((kv for kv in (*KV_DTYPES.values(), *others) if kv.values == dtype), None)
+    float_dtypes = [KVDtype(dtype.name, dtype)] if is_float else []
+    return next((kv for kv in (*KV_DTYPES.values(), *float_dtypes) if kv.values == dtype), None)
 
 
 def check_pool_dtype(function: str, name: str, dtype: DTypeLike) -> KVDtype:
@@ -204,14 +204,14 @@ def check_pool_dtype(function: str, name: str, dtype: DTypeLike) -> KVDtype:
       ValueError: the dtype is neither floating point nor in `KV_DTYPES`.
     """
     try:
-        known = jnp.dtype(dtype)
+        parsed = jnp.dtype(dtype)
     except TypeError:  # such as "fp8"
-        known = None
-    kv = None if known is None else _find(known)
+        parsed = None
+    kv = None if parsed is None else _find(parsed)
     if kv is None:
-        wanted = listed("floating point", *(each.name for each in QUANTISED))
-        given = repr(dtype) if known is None else known.name
-        raise ValueError(f"{function}: {name} must be {wanted}, got {given}.")
+        supported = listed("floating point", *(kv_dtype.name for kv_dtype in QUANTISED))
+        got = repr(dtype) if parsed is None else parsed.name
+        raise ValueError(f"{function}: {name} must be {supported}, got {got}.")
     return kv
 
 
@@ -244,7 +244,7 @@ def quantise(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """
     values, scale = check_pool_dtype("quantise", "dtype", dtype).quantise(x)
     if scale is None:
-        names = listed(*(each.name for each in QUANTISED))
+        names = listed(*(kv_dtype.name for kv_dtype in QUANTISED))
         raise ValueError(f"quantise: dtype must be {names}, got {values.dtype}.")
     return values, scale
 
@@ -255,8 +255,8 @@ def round_half_to_even(x: jax.Array) -> jax.Array:
     It is not enough to add 1.5 * 2**23 and subtract it again, because compilers remove both
     operations.
     """
-    whole = jnp.abs(x).astype(jnp.int32)
-    rest = jnp.abs(x) - whole.astype(x.dtype)  # exact
-    is_up = (rest > 0.5) | ((rest == 0.5) & (whole & 1 == 1))
-    rounded = whole + is_up.astype(jnp.int32)
+    integer = jnp.abs(x).astype(jnp.int32)
+    fraction = jnp.abs(x) - integer.astype(x.dtype)  # exact
+    is_up = (fraction > 0.5) | ((fraction == 0.5) & (integer & 1 == 1))
+    rounded = integer + is_up.astype(jnp.int32)
     return jnp.where(x < 0, -rounded, rounded)

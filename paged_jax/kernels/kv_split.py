@@ -146,10 +146,10 @@ def choose_num_parts(batch: int, kv_heads: int, max_steps: int, resident: int) -
     is_small = 2 * batch <= at_once
     num_parts = at_once - batch + 1 if is_small else max(_WAVES * resident // kv_heads, 1)
     # Compute two lower bounds of the time, in loop steps: `least_steps` follows from the memory
-    # bandwidth, and `longest` from the program instance with the most steps.
+    # bandwidth, and `max_part_steps` from the program instance with the most steps.
     least_steps = _SATURATING * batch * kv_heads * max_steps / resident
-    longest = math.ceil(max_steps * batch / num_parts)
-    saved_steps = max(max_steps, least_steps) - max(longest, least_steps)
+    max_part_steps = math.ceil(max_steps * batch / num_parts)
+    saved_steps = max(max_steps, least_steps) - max(max_part_steps, least_steps)
     is_worth_it = saved_steps > _MERGE_STEPS or max_steps > _LONG_STEPS
     return num_parts if is_worth_it and batch <= MAX_SEQUENCES else 0
 
@@ -248,8 +248,8 @@ def zero_counters(args: AttentionArgs, num_slices: int) -> jax.Array:
     comparisons read the same array. It only does so if this array has more than one element. The
     lengths of a batch of one sequence have one element, so the block tables are compared too.
     """
-    number = -1 - jnp.asarray(args.layer, jnp.int32)
-    is_one = (args.context_lens == number) & (args.block_tables[:, 0] == number)
+    marker = -1 - jnp.asarray(args.layer, jnp.int32)
+    is_one = (args.context_lens == marker) & (args.block_tables[:, 0] == marker)
     return jnp.broadcast_to(is_one[:, None], (is_one.size, num_slices)).astype(jnp.int32)
 
 

@@ -180,7 +180,7 @@ def grouped_linear(
     """
     if isinstance(w, LayerWeights):
         options: Any = {"backend": backend, "interpret": interpret}
-        return w.apply(lambda x, own: grouped_linear(x, own, group_sizes, **options), x)
+        return w.apply(lambda x, weight: grouped_linear(x, weight, group_sizes, **options), x)
     w = w if isinstance(w, Weight) else Weight(w)
     if len(w.shape) < 3 or x.ndim != 2 or x.shape[1] != w.shape[-1] or not x.size:
         raise ValueError(

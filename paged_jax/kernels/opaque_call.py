@@ -137,7 +137,9 @@ def _abstract(*operands: Any, program: ClosedJaxpr, platform: str | None) -> Any
     return plain, program.effects
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, platform: str | None, **rest: Any) -> Any:
+def _lower(
+    ctx: mlir.LoweringRuleContext, *operands: Any, platform: str | None, **params: Any
+) -> Any:
     if platform is not None:
         module = ctx.module_context
         if tuple(module.platforms) != (platform,):
@@ -146,7 +148,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, platform: str | None, 
             caches = {"lowering_cache": {}, "cached_primitive_lowerings": {}}
             module = module.replace(platforms=(platform,), **caches)
         ctx = ctx.replace(module_context=module, platforms=None)
-    return mlir.lower_fun(_run, multiple_results=True)(ctx, *operands, platform=platform, **rest)
+    return mlir.lower_fun(_run, multiple_results=True)(ctx, *operands, platform=platform, **params)
 
 
 def _batched(operands: Any, axes: Any, *, program: ClosedJaxpr, platform: str | None) -> Any:
@@ -187,9 +189,9 @@ def _transposed(cotangents: Any, *operands: Any, program: ClosedJaxpr, platform:
 
     def pull(fixed: Sequence[Any], cotangents: Sequence[Any]) -> Any:
         def of_linear(*values: Any) -> list[Any]:
-            mixed, rest = dict(zip(linear, values, strict=True)), iter(fixed)
+            mixed, remaining = dict(zip(linear, values, strict=True)), iter(fixed)
             return _run(
-                *(mixed[i] if i in mixed else next(rest) for i in range(len(operands))),
+                *(mixed[i] if i in mixed else next(remaining) for i in range(len(operands))),
                 program=program,
                 platform=platform,
             )

@@ -72,12 +72,14 @@ def int8_inputs_refusal(platform: str, codes: Collection[str]) -> str | None:
         return f"on a device of {platform}"
     if "avx512_vnni" not in library.processor():
         return "on a processor without AVX512-VNNI"
-    if not (rounded := [each for each in codes if each in INT8_CODES]):
+    if not (rounded := [code for code in codes if code in INT8_CODES]):
         return f"for a model without matrices in {', '.join(INT8_CODES)}"
-    names, dtype = {kernel_code(each) for each in rounded}, jnp.dtype(jnp.int8)
+    names, dtype = {kernel_code(code) for code in rounded}, jnp.dtype(jnp.int8)
     kernels = (NativeKernel("quantised_linear", dtype, name) for name in sorted(names))
-    reasons = (library.load(kernel).why_not for kernel in kernels)
-    return next((f"without C++ kernels ({each})" for each in reasons if each is not None), None)
+    reasons = (library.load(kernel).reason for kernel in kernels)
+    return next(
+        (f"without C++ kernels ({reason})" for reason in reasons if reason is not None), None
+    )
 
 
 def reads_stacked_weights(platform: str) -> bool:

@@ -73,8 +73,8 @@ class Problem:
         N, _, D = args.k.shape
         del options
         value_dim = None if args.v is None or args.v.shape[-1] == D else args.v.shape[-1]
-        own, sizes = Options(value_dim=value_dim), {"N": N, "D": D}
-        return cls._of_pools("write", args.k.dtype, args.pools, own, sizes)
+        write_options, sizes = Options(value_dim=value_dim), {"N": N, "D": D}
+        return cls._of_pools("write", args.k.dtype, args.pools, write_options, sizes)
 
     @classmethod
     def of_rope_write(cls, args: RopeWriteArgs, options: Options) -> Self:
@@ -89,8 +89,8 @@ class Problem:
         del options
         pools, D = args.pools, args.pools.k.shape[-1]
         value_dim = None if pools.v is None or pools.v.shape[-1] == D else pools.v.shape[-1]
-        own, sizes = Options(value_dim=value_dim), {"N": args.sources.size, "D": D}
-        return cls._of_pools("copy_blocks", pools.k.dtype, pools, own, sizes)
+        copy_options, sizes = Options(value_dim=value_dim), {"N": args.sources.size, "D": D}
+        return cls._of_pools("copy_blocks", pools.k.dtype, pools, copy_options, sizes)
 
     @classmethod
     def _of_pools(

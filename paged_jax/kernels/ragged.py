@@ -197,9 +197,9 @@ def ragged_paged_attention(
     )  # fmt: skip
     factors = {"sm_scale": sm_scale, "k_scale": k_scale, "v_scale": v_scale}
     arrays = {name: x for name, x in factors.items() if isinstance(x, jax.Array)}
-    numbers = {name: _factor(name, x) for name, x in factors.items() if name not in arrays}
+    constants = {name: _factor(name, x) for name, x in factors.items() if name not in arrays}
     args = _scale_queries(args, arrays)
-    scale = numbers.get("sm_scale", 1.0) * numbers.get("k_scale", 1.0)
+    scale = constants.get("sm_scale", 1.0) * constants.get("k_scale", 1.0)
     common = checked_options(_FUNCTION, scale, sliding_window, soft_cap, value_dim)
     tiles = {
         "num_kv_pages_per_block": num_kv_pages_per_block,
@@ -207,7 +207,7 @@ def ragged_paged_attention(
         "vmem_limit_bytes": vmem_limit_bytes,
     }
     options = RaggedOptions(
-        **(vars(common) | {"value_scale": numbers.get("v_scale", 1.0)}),
+        **(vars(common) | {"value_scale": constants.get("v_scale", 1.0)}),
         return_lse=return_lse,
         **{name: static(_FUNCTION, name, x, operator.index) for name, x in tiles.items()},
     )
@@ -299,7 +299,7 @@ def _checked(
     value_dim = checked_value_dim(_FUNCTION, value_dim, sizes["D"], has_values=has_values)
     if value_dim is not None:
         sizes["U"] = value_dim
-    B, N, longest = sizes["B"], sizes["N"], sizes["M"] * sizes["C"]
+    B, N, max_length = sizes["B"], sizes["N"], sizes["M"] * sizes["C"]
     if num_seqs.shape == ():
         num_seqs = num_seqs[None]
     for name, array, shape in (("cu_q_lens", cu_q_lens, (B + 1,)), ("num_seqs", num_seqs, (1,))):
@@ -310,7 +310,7 @@ def _checked(
     num_seqs = jnp.clip(num_seqs, 0, B)
     index = jnp.arange(B + 1, dtype=jnp.int32)
     ends = jnp.clip(cu_q_lens[jnp.minimum(index, num_seqs)], 0, N)
-    kv_lens = jnp.where(index[:B] < num_seqs, jnp.clip(kv_lens, 0, longest), 0)
+    kv_lens = jnp.where(index[:B] < num_seqs, jnp.clip(kv_lens, 0, max_length), 0)
     args = RaggedArgs(q, Pages(kv_pages), tables, kv_lens, ends, num_seqs, sinks)
     return args, sizes, value_dim
 

@@ -116,17 +116,17 @@ def cut_into_tiles(args: RaggedArgs, num_queries: int) -> tuple[AttentionArgs, j
       number of tiles.
     """
     N = args.q.shape[0]
-    whole = find_chunks(args)
-    num_tiles = (whole.lens + num_queries - 1) // num_queries
+    chunks = find_chunks(args)
+    num_tiles = (chunks.lens + num_queries - 1) // num_queries
     ends = jnp.cumsum(num_tiles, dtype=jnp.int32)
     index = jnp.arange(N // num_queries + len(ends), dtype=jnp.int32)
     sequence = jnp.sum(ends[None] <= index[:, None], axis=1, dtype=jnp.int32)
     sequence = jnp.minimum(sequence, len(ends) - 1)
     first = (index - (ends - num_tiles)[sequence]) * num_queries
-    lens = jnp.clip(whole.lens[sequence] - first, 0, num_queries)
-    before = (args.context_lens - whole.lens)[sequence] + first
+    lens = jnp.clip(chunks.lens[sequence] - first, 0, num_queries)
+    before = (args.context_lens - chunks.lens)[sequence] + first
     token_T = jnp.arange(num_queries, dtype=jnp.int32)
-    rows_BT = (whole.starts[sequence] + first)[:, None] + token_T[None]
+    rows_BT = (chunks.starts[sequence] + first)[:, None] + token_T[None]
     rows_BT = jnp.where(token_T[None] < lens[:, None], rows_BT, N)
     q, tables = take_or_fill(args.q, rows_BT), args.block_tables[sequence]
     return args.as_attention(q, tables, jnp.where(lens > 0, before + lens, 0), lens), rows_BT

@@ -55,8 +55,8 @@ def set_rows(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
 def _set_rows_on_cpu(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
     if isinstance(index, tuple):
         sizes, flat = rows.shape[1 : len(index)], index[0]
-        for size, each in zip(sizes, index[1:], strict=True):
-            flat = flat * size + each
+        for size, axis_index in zip(sizes, index[1:], strict=True):
+            flat = flat * size + axis_index
         index = flat
     arrays = rows, index, new
     if rows.dtype not in ELEMENTS:

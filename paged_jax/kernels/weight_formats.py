@@ -215,7 +215,7 @@ class WeightFormat:
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the number of bytes of a matrix of shape ``[*out, in]``."""
         arrays = self.shapes(shape).values()
-        return sum(math.prod(each) * dtype.itemsize for each, dtype in arrays)
+        return sum(math.prod(array_shape) * dtype.itemsize for array_shape, dtype in arrays)
 
 
 # int8 with one scale per row.
@@ -418,19 +418,21 @@ def common_format(formats: Iterable[WeightFormat], num_inputs: int) -> WeightFor
       >>> common_format([int4, int8], 64) == int8  # int4 values fit int8, groups of 32 fit 16
       True
     """
-    first, *others = dict.fromkeys(formats)
-    if not others:
+    first, *remaining = dict.fromkeys(formats)
+    if not remaining:
         return first
-    every = (first, *others)
-    codes = {each.code for each in every}
+    distinct = (first, *remaining)
+    codes = {format.code for format in distinct}
     if len(codes) > 1 and not codes <= set(_INTEGER_FACTORS):
         return None
-    if any(each.has_order for each in every) and not all(each.has_order for each in every):
+    if any(format.has_order for format in distinct) and not all(
+        format.has_order for format in distinct
+    ):
         return None
-    group_size = math.gcd(*(each.group_size or num_inputs for each in every))
+    group_size = math.gcd(*(format.group_size or num_inputs for format in distinct))
     code = first.code if len(codes) == 1 else _common_code(codes, group_size)
-    scales = {each.scale_dtype for each in every}
-    mins = {each.min_dtype for each in every} - {None}
+    scales = {format.scale_dtype for format in distinct}
+    mins = {format.min_dtype for format in distinct} - {None}
     return WeightFormat(
         code,
         None if group_size == num_inputs else group_size,

@@ -54,19 +54,19 @@ def _places(num_dims: int) -> np.ndarray:
     return np.arange(8, dtype=np.uint8).reshape(*(1,) * (num_dims - 2), 8, 1)
 
 
-def join_levels(numbers: Any, factors: Any) -> Any:
+def join_levels(codes: Any, factors: Any) -> Any:
     """Join the two levels of scales or minima, see `split_levels`.
 
     Args:
-      numbers: int8 ``[..., in / group_size]``.
+      codes: int8 ``[..., in / group_size]``.
       factors: float32 ``[..., in / SECTION_INPUTS]``.
 
     Returns:
-      int8 ``[..., columns]``. A section has the numbers of its groups, followed by the bytes of its
+      int8 ``[..., columns]``. A section has the codes of its groups, followed by the bytes of its
       factor.
     """
-    xp = numbers.__array_namespace__()
-    sections = _in_sections(numbers, factors.shape[-1])
+    xp = codes.__array_namespace__()
+    sections = _in_sections(codes, factors.shape[-1])
     if isinstance(factors, np.ndarray):
         factor_bytes = factors.astype("<f4")[..., None].view(np.int8)
     else:
@@ -76,20 +76,20 @@ def join_levels(numbers: Any, factors: Any) -> Any:
 
 
 def split_levels(scales: Any, num_inputs: int) -> tuple[Any, Any]:
-    """Undo `join_levels`: return the numbers, and the factor of each section.
+    """Undo `join_levels`: return the codes, and the factor of each section.
 
     Args:
       scales: int8 ``[..., columns]``.
       num_inputs: number of inputs of the matrix.
     """
     sections = _in_sections(scales, num_inputs // SECTION_INPUTS)
-    numbers, factor_bytes = sections[..., :-FACTOR_BYTES], sections[..., -FACTOR_BYTES:]
+    codes, factor_bytes = sections[..., :-FACTOR_BYTES], sections[..., -FACTOR_BYTES:]
     if isinstance(scales, np.ndarray):
         factors = np.ascontiguousarray(factor_bytes).view("<f4")[..., 0]
     else:
         factors = lax.bitcast_convert_type(factor_bytes, jnp.float32)
-    num_groups = numbers.shape[-2] * numbers.shape[-1]
-    return numbers.reshape(*scales.shape[:-1], num_groups), factors
+    num_groups = codes.shape[-2] * codes.shape[-1]
+    return codes.reshape(*scales.shape[:-1], num_groups), factors
 
 
 def _in_sections(columns: Any, num_sections: int) -> Any:
@@ -104,8 +104,8 @@ def round_levels(floats: Any, num_inputs: int) -> Any:
     sections = _in_sections(floats, num_inputs // SECTION_INPUTS)
     # The lower bound keeps `127 / largest` finite.
     largest = xp.maximum(xp.abs(sections).max(-1), 127 * jnp.finfo(np.float32).tiny)
-    numbers = xp.rint(sections * (127 / largest)[..., None]).astype(np.int8)
-    return join_levels(numbers.reshape(floats.shape), largest * np.float32(1 / 127))
+    codes = xp.rint(sections * (127 / largest)[..., None]).astype(np.int8)
+    return join_levels(codes.reshape(floats.shape), largest * np.float32(1 / 127))
 
 
 def store_scales(floats: Any, dtype: Any, num_inputs: int) -> Any:
@@ -134,6 +134,6 @@ def scale_floats(scales: Any, num_inputs: int) -> Any:
     """Return scales or minima as float32 ``[..., groups]``."""
     if scales.dtype != np.int8:
         return scales.astype(np.float32)
-    numbers, factors = split_levels(scales, num_inputs)
-    sections = _in_sections(numbers, factors.shape[-1])
-    return (sections.astype(np.float32) * factors[..., None]).reshape(numbers.shape)
+    codes, factors = split_levels(scales, num_inputs)
+    sections = _in_sections(codes, factors.shape[-1])
+    return (sections.astype(np.float32) * factors[..., None]).reshape(codes.shape)

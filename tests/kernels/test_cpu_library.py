@@ -223,7 +223,7 @@ def test_load_reports_an_error_of_the_compiler_once(fresh, monkeypatch, caplog) 
     monkeypatch.setenv("CXX", str(script))
     with caplog.at_level(logging.WARNING, "paged_jax"):
         for op in ("linear", "decode", "prefill"):
-            why_not = library.load(library.NativeKernel(op, F32)).why_not
+            why_not = library.load(library.NativeKernel(op, F32)).reason
             assert (
                 why_not
                 == f"{script} says: the source:7: error: fichier ferm\N{REPLACEMENT CHARACTER}"
@@ -245,14 +245,14 @@ def test_load_runs_the_self_test_before_a_kernel_is_kept(fresh, compiled, monkey
     """Only kernels that passed it are kept, so it runs again only if one is compiled again."""
     failures = ["it is off by 7", None, "it is off by 9"]
     monkeypatch.setattr(library, "_find_failure", lambda *args: failures.pop(0))
-    assert library.load(LINEAR).why_not == "it is off by 7" and not kept_files(fresh)
+    assert library.load(LINEAR).reason == "it is off by 7" and not kept_files(fresh)
     for _ in range(3):
         library._load.cache_clear()
         assert library.load(LINEAR).target
     assert len(compiled) == 2
     kept_files(fresh)[0].write_bytes(b"damaged")
     library._load.cache_clear()
-    assert library.load(LINEAR).why_not == "it is off by 9" and not kept_files(fresh)
+    assert library.load(LINEAR).reason == "it is off by 9" and not kept_files(fresh)
 
 
 HARMS = {
@@ -361,7 +361,7 @@ def test_load_needs_a_temporary_folder_only_to_compile(fresh, monkeypatch) -> No
 
     kept.unlink()
     library._load.cache_clear()
-    why_not = library.load(LINEAR).why_not
+    why_not = library.load(LINEAR).reason
     assert why_not == "there is no folder to compile in: make /tmp writable, or set TMPDIR"
 
 
@@ -390,7 +390,7 @@ def test_load_works_if_one_folder_forbids_execution(
         loaded = library.load(LINEAR)
         library.load(library.NativeKernel("decode", F32))
     if noexec == "both":
-        assert loaded.why_not is not None and "failed to map segment" in loaded.why_not
+        assert loaded.reason is not None and "failed to map segment" in loaded.reason
         assert len(caplog.records) == 1 and not kept_files(fresh)
     else:
         assert loaded.target and not caplog.records
@@ -430,7 +430,7 @@ def test_load_reports_why_the_compiler_failed_in_the_background(
     monkeypatch.setenv("CXX", "false")
     for _ in range(2):  # a failed kernel is not compiled again
         library.load_soon([LINEAR])
-        assert library.load(LINEAR).why_not.startswith("false says: ")
+        assert library.load(LINEAR).reason.startswith("false says: ")
         assert not compiler._JOBS
 
 

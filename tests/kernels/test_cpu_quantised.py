@@ -412,7 +412,7 @@ def test_kernels_for_processors_with_fewer_instructions(
     monkeypatch.setattr(library, "_command", for_processor)
     op = "linear" if code is None else "quantised_linear"
     loaded = library._load.__wrapped__(NativeKernel(op, dtype, code))
-    assert loaded.why_not is None
+    assert loaded.reason is None
 
 
 # Multiplies arrays that end where a page begins that may not be read or written.
@@ -505,4 +505,4 @@ def test_kernels_for_int8_inputs_need_their_instruction(monkeypatch, tmp_path) -
     monkeypatch.setattr(library, "_command", lambda kernel: plain)
     monkeypatch.setattr(library, "_MISSING", {})
     loaded = library._load.__wrapped__(kernel)
-    assert loaded.target is None and "says" in (loaded.why_not or "")
+    assert loaded.target is None and "says" in (loaded.reason or "")

@@ -148,7 +148,7 @@ DRAWN = (
         "a kernel in a folder without execution is not moved",
         "kernels/cpu",
         "paged_jax.kernels.native.library:_register_new",
-        "_register(kernel, target, Path(shutil.copy(path, other)))",
+        "_register(kernel, target, Path(shutil.copy(path, folder)))",
         "pass",
         "tests/kernels/test_cpu_library.py::test_load_works_if_one_folder_forbids_execution",
     ),

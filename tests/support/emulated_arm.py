@@ -46,7 +46,7 @@ print(platform.machine(), flush=True)
 failed = 0
 for kernel in library.all_kernels():
     if kernel.code is None or kernel.dtype != "int8":  # int8 inputs need AVX512-VNNI
-        why_not = library.load(kernel).why_not
+        why_not = library.load(kernel).reason
         failed += why_not is not None
         print(kernel.op, kernel.code or "", kernel.dtype, why_not or "passed", flush=True)
 raise SystemExit(failed > 0)

@@ -33,7 +33,7 @@ def unavailable(problem: Problem) -> str | None:
     """Compile the kernel for a call; return why that failed, or None if it succeeded."""
     # Ragged batches use the kernel of a decode.
     op = "prefill" if problem.op == "prefill" else "decode"
-    return load(NativeKernel(op, jnp.dtype(problem.pool_dtype))).why_not
+    return load(NativeKernel(op, jnp.dtype(problem.pool_dtype))).reason
 
 
 @functools.partial(jax.jit, static_argnames=("options", "is_exact"))

@@ -43,7 +43,7 @@ def _exact_unavailable(
     kernels = [NativeKernel("linear", jnp.dtype(jnp.float32))]
     kernels += [matmul_kernel(code, dtype) for code in codes]
     kernels += [NativeKernel(op, jnp.dtype(pool_dtype)) for op in ("decode", "prefill")]
-    reasons = (library.load(each).why_not for each in kernels)
+    reasons = (library.load(kernel).reason for kernel in kernels)
     return next((reason for reason in reasons if reason is not None), None)
 
 

@@ -25,16 +25,16 @@ def refusal(problem: Problem, interpret: Interpret = False) -> str | None:
 
     With `interpret`, they run in JAX's GPU simulator.
     """
-    if (why_not := launch.refusal(interpret)) is not None:
-        return why_not
+    if (reason := launch.refusal(interpret)) is not None:
+        return reason
     if problem.op == "rope_write":
         return rope_update.refusal(problem)
     if problem.op not in ATTENTION:
         return pool_updates.refusal(problem)
     if problem.op != "decode":
-        why_not = flash_prefill.refusal(problem, interpret)
-        if problem.op == "prefill" or why_not is not None:
-            return why_not
+        reason = flash_prefill.refusal(problem, interpret)
+        if problem.op == "prefill" or reason is not None:
+            return reason
     return flash_decode.refusal(problem)
 
 

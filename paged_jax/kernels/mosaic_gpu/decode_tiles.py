@@ -90,8 +90,8 @@ class DecodeSizes(NamedTuple):
         `B` to `U` are sizes of dimensions, see `paged_jax.dims`. `window` is the size of the
         sliding window in tokens, or None.
         """
-        most = MMA_COLUMNS if max(D, U) > WIDE else _MAX_SLICE
-        slice_size = max(size for size in range(1, min(G, most) + 1) if G % size == 0)
+        max_slice = MMA_COLUMNS if max(D, U) > WIDE else _MAX_SLICE
+        slice_size = max(size for size in range(1, min(G, max_slice) + 1) if G % size == 0)
 
         def sized(step_tokens: int, stages: int) -> "DecodeSizes":
             split = KVSplit(B, 0, step_tokens, M * C, window, min(C, step_tokens))

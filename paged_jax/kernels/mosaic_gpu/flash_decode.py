@@ -95,9 +95,9 @@ _Result = tuple[tuple[jax.Array, ...], jax.Array]
 
 def refusal(problem: Problem) -> str | None:
     """Return why this kernel does not support the decode `problem`, or None if it does."""
-    why_not = attention_refusal(problem) or problem.separate_values_refusal
-    if why_not is not None:
-        return why_not
+    reason = attention_refusal(problem) or problem.separate_values_refusal
+    if reason is not None:
+        return reason
     G, C, D, U = problem["H"] // problem["K"], problem["C"], problem["D"], problem.value_dim
     if D % TILE_LANES or U % MMA_ROWS:
         return f"keys and values must have a multiple of {TILE_LANES} elements, got {D} and {U}"
@@ -307,8 +307,8 @@ def _fold_part(
     masked_begin = part.begin
     if options.sliding_window is None:
         masked_begin = jnp.clip(lax.div(part.length, jnp.int32(T)), part.begin, part.end)
-        whole = functools.partial(fold, is_masked=False)
-        carry = lax.fori_loop(part.begin, masked_begin, whole, carry)
+        unmasked = functools.partial(fold, is_masked=False)
+        carry = lax.fori_loop(part.begin, masked_begin, unmasked, carry)
     masked = functools.partial(fold, is_masked=True)
     return lax.fori_loop(masked_begin, part.end, masked, carry)[0]
 

@@ -109,10 +109,10 @@ def gpu_refusal(interpret: Interpret = False) -> str | None:
 
 def refusal(problem: Problem, interpret: Interpret) -> str | None:
     """Return why this kernel does not support a prefill or ragged batch, or None if it does."""
-    if (why_not := gpu_refusal(interpret) or attention_refusal(problem)) is not None:
-        return why_not
-    if (why_not := problem.separate_values_refusal) is not None:
-        return why_not
+    if (reason := gpu_refusal(interpret) or attention_refusal(problem)) is not None:
+        return reason
+    if (reason := problem.separate_values_refusal) is not None:
+        return reason
     D, U = problem["D"], problem.value_dim
     if problem.shares_values:
         return _latent_refusal(problem, D, U)
@@ -238,8 +238,8 @@ def _attend_to_chunks(
     )
     out, lse = _attend(flat, tiles, options, sizes, interpret)
     rows = find_rows(args, chunks)
-    place = (ends - counts)[rows.sequence] * n + rows.token
-    return out.at[place].get(mode="clip"), lse.at[place].get(mode="clip")
+    row_index = (ends - counts)[rows.sequence] * n + rows.token
+    return out.at[row_index].get(mode="clip"), lse.at[row_index].get(mode="clip")
 
 
 def _attend(
@@ -398,10 +398,10 @@ def _compute(
 
     softmax = PrefillSoftmax.start(lanes.size)
     plgpu.barrier_wait(shared.is_loaded)
-    whole, masked = (functools.partial(fold, is_masked=is_masked) for is_masked in (False, True))
+    unmasked, masked = (functools.partial(fold, is_masked=is_masked) for is_masked in (False, True))
     if options.sliding_window is not None:
         softmax = lax.fori_loop(jnp.int32(0), tile.full_begin, masked, softmax)
-    softmax = lax.fori_loop(tile.full_begin, tile.full_end, whole, softmax)
+    softmax = lax.fori_loop(tile.full_begin, tile.full_end, unmasked, softmax)
     softmax = lax.fori_loop(tile.full_end, tile.num_steps, masked, softmax)
     sinks = load_sinks(inputs.sinks, head, sizes)
     _store(shared, sizes, *finish(softmax, sinks, position >= 0, options.value_scale))

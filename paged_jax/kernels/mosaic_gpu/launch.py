@@ -57,9 +57,9 @@ def refusal(interpret: Interpret) -> str | None:
         return f"it needs Pallas' Mosaic GPU backend of jax 0.11.2 or later, got {jax.__version__}"
     gpu = device()
     if not interpret and gpu.compute_capability[0] not in _MAJOR_VERSIONS:
-        found = ".".join(map(str, gpu.compute_capability))
+        capability = ".".join(map(str, gpu.compute_capability))
         name = gpu.kind or "the GPU"
-        return f"it is for GPUs of compute capability 9.0 and 10.x, and {name} has {found}"
+        return f"it is for GPUs of compute capability 9.0 and 10.x, and {name} has {capability}"
     return None
 
 

@@ -310,10 +310,10 @@ def _copy_kernel(sources_ref, targets_ref, *refs, num_layers, num_blocks):
             @pl.loop(0, pool_ref.shape[1] // num_rows)
             def _(turn, pool_ref=pool_ref, tile=tile, num_rows=num_rows):
                 rows = pl.ds(turn * num_rows, num_rows)
-                place = layer * num_blocks
-                plgpu.copy_gmem_to_smem(pool_ref.at[place + source, rows], tile, barrier)
+                layer_start = layer * num_blocks
+                plgpu.copy_gmem_to_smem(pool_ref.at[layer_start + source, rows], tile, barrier)
                 plgpu.barrier_wait(barrier)
-                plgpu.copy_smem_to_gmem(tile, pool_ref.at[place + target, rows])
+                plgpu.copy_smem_to_gmem(tile, pool_ref.at[layer_start + target, rows])
                 plgpu.wait_smem_to_gmem(0)
 
 
@@ -328,5 +328,5 @@ def _as_rows(pool: jax.Array) -> jax.Array:
 def _rows_at_once(view: jax.Array) -> int:
     """Return the number of rows that a bulk copy moves, a divisor of the rows of a block."""
     _, num_rows, width = view.shape
-    most = min(_COPY_BYTES // (width * view.dtype.itemsize), MAX_BOX, num_rows)
-    return max(n for n in range(1, most + 1) if num_rows % n == 0)
+    max_rows = min(_COPY_BYTES // (width * view.dtype.itemsize), MAX_BOX, num_rows)
+    return max(n for n in range(1, max_rows + 1) if num_rows % n == 0)

@@ -45,8 +45,8 @@ from paged_jax.kernels.problem import Problem
 
 def refusal(problem: Problem) -> str | None:
     """Return why this kernel does not support the write `problem`, or None if it does."""
-    if (why_not := pool_updates.refusal(problem)) is not None:
-        return why_not
+    if (reason := pool_updates.refusal(problem)) is not None:
+        return reason
     K, D = problem["K"], problem["D"]
     q_dtype, pool_dtype = jnp.dtype(problem.q_dtype), jnp.dtype(problem.pool_dtype)
     if D % (2 * WARP_LANES):

@@ -59,11 +59,11 @@ from paged_jax.kernels.problem import Problem
 
 def refusal(problem: Problem, interpret: Interpret = False) -> str | None:
     """Return why the kernels do not support `problem`, or None if they do."""
-    if not interpret and (why_not := device_refusal()) is not None:
-        return why_not
+    if not interpret and (reason := device_refusal()) is not None:
+        return reason
     C, M, lanes = problem["C"], problem["M"], problem.lanes
-    if (why_not := problem.separate_values_refusal) is not None:
-        return why_not
+    if (reason := problem.separate_values_refusal) is not None:
+        return reason
     if lanes % LANES:
         return (
             f"XLA would copy pools with a last dimension of {lanes} at every call; create the "
@@ -231,8 +231,8 @@ def _gather_scales(
     B, M = block_tables.shape
     # Slice the layer out before the reshape to one row per block. XLA changes the layout for this
     # reshape, and then copies only the scales of this layer.
-    own = lax.dynamic_index_in_dim(scale, layer, keepdims=False).reshape(P, K * C)
+    layer_scales = lax.dynamic_index_in_dim(scale, layer, keepdims=False).reshape(P, K * C)
     rows = jnp.clip(block_tables, 0, P - 1)
-    gathered = own.at[rows].get(mode="promise_in_bounds")
+    gathered = layer_scales.at[rows].get(mode="promise_in_bounds")
     gathered = gathered.reshape(B, M, K, C).transpose(0, 2, 1, 3).reshape(B, K, M * C)
     return jnp.pad(gathered, ((0, 0), (0, 0), (0, -M * C % tiling.keys)))

@@ -70,8 +70,8 @@ def ragged_refusal(problem: Problem) -> str | None:
         return "JAX's kernel cannot be traced under jax_enable_x64"
     if problem["D"] != LANES:
         return f"the head dimension must be {LANES}, got {problem['D']}"
-    if (why_not := dtype_refusal(problem, "float8_e4m3fn", "float8_e5m2")) is not None:
-        return why_not
+    if (reason := dtype_refusal(problem, "float8_e4m3fn", "float8_e5m2")) is not None:
+        return reason
     if jnp.dtype(problem.pool_dtype).itemsize > jnp.dtype(problem.q_dtype).itemsize:
         return f"pages of {problem.pool_dtype} would be rounded to {problem.q_dtype}"
     K, packing = problem["K"], 4 // jnp.dtype(problem.pool_dtype).itemsize
@@ -94,9 +94,9 @@ def attend_ragged(args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, 
     num_sequences = jnp.max(jnp.where(chunks.lens > 0, index + 1, 0), keepdims=True)
 
     context_lens = jnp.maximum(args.context_lens, 1)
-    whole = args._replace(context_lens=context_lens, num_sequences=num_sequences)
+    jax_args = args._replace(context_lens=context_lens, num_sequences=num_sequences)
     out = lax.cond(
-        num_sequences[0] > 0, lambda: _call_jax(whole, options), lambda: jnp.zeros_like(args.q)
+        num_sequences[0] > 0, lambda: _call_jax(jax_args, options), lambda: jnp.zeros_like(args.q)
     )
     if options.value_scale != 1.0:
         out = (out.astype(jnp.float32) * options.value_scale).astype(out.dtype)

@@ -236,12 +236,12 @@ def attention_kernel(
     """
     scalars = _Scalars(layer_ref, block_tables_ref, context_lens_ref, query_lens_ref)
     grid_step, last_grid_step = pl.program_id(0), pl.num_programs(0) - 1
-    here = _span(grid_step, scalars, tiling, options)
-    following = _span(jnp.minimum(grid_step + 1, last_grid_step), scalars, tiling, options)
-    first_index = div(here.begin, tiling.keys)
+    span = _span(grid_step, scalars, tiling, options)
+    next_span = _span(jnp.minimum(grid_step + 1, last_grid_step), scalars, tiling, options)
+    first_index = div(span.begin, tiling.keys)
     # Loop over at least one tile, even if it is empty, because the loop also starts to copy the
     # first tile of the next grid step.
-    num_tiles = jnp.maximum(_ceil_div(here.end, tiling.keys) - first_index, 1)
+    num_tiles = jnp.maximum(_ceil_div(span.end, tiling.keys) - first_index, 1)
     copy_tile = functools.partial(
         _copy_tile,
         scalars=scalars,
@@ -254,15 +254,15 @@ def attention_kernel(
     @pl.when(grid_step == 0)
     def _():
         slot_ref[0] = 0
-        copy_tile(_tile(here, first_index, tiling), 0, _start)
+        copy_tile(_tile(span, first_index, tiling), 0, _start)
 
     def step(i, slot):
-        tile = _tile(here, first_index + i, tiling)
+        tile = _tile(span, first_index + i, tiling)
         is_last = i == num_tiles - 1
         next_tile = jax.tree.map(
             functools.partial(jnp.where, is_last),
-            _tile(following, div(following.begin, tiling.keys), tiling),
-            _tile(here, first_index + i + 1, tiling),
+            _tile(next_span, div(next_span.begin, tiling.keys), tiling),
+            _tile(span, first_index + i + 1, tiling),
         )
 
         @pl.when(~is_last | (grid_step < last_grid_step))
@@ -272,13 +272,13 @@ def attention_kernel(
         @pl.when(tile.begin < tile.end)
         def _():
             copy_tile(tile, slot, _wait)
-            _fold(here, tile.index, slot, q_ref, buffers, softmax, tiling, options)
+            _fold(span, tile.index, slot, q_ref, buffers, softmax, tiling, options)
 
         return 1 - slot
 
     _begin(softmax, sinks_ref)
     slot_ref[0] = lax.fori_loop(0, num_tiles, step, slot_ref[0])
-    _finish(here, softmax, out_ref, lse_ref, tiling)
+    _finish(span, softmax, out_ref, lse_ref, tiling)
 
 
 def _span(grid_step, scalars: _Scalars, tiling: AttentionTiling, options: Options) -> _Span:

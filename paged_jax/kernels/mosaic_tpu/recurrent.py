@@ -84,14 +84,14 @@ def heads_per_block(K: int, G: int, head_bytes: int) -> int:
       >>> heads_per_block(16, 2, 65536), heads_per_block(1, 48, 32768), heads_per_block(3, 5, 65536)
       (16, 24, 15)
     """
-    most = min(max(_BLOCK_BYTES // head_bytes, 1), _MAX_HEADS)
-    if most >= G:
-        return G * _largest_divisor(K, most // G)
-    return _largest_divisor(G, most)
+    max_heads = min(max(_BLOCK_BYTES // head_bytes, 1), _MAX_HEADS)
+    if max_heads >= G:
+        return G * _largest_divisor(K, max_heads // G)
+    return _largest_divisor(G, max_heads)
 
 
-def _largest_divisor(number: int, most: int) -> int:
-    return max(divisor for divisor in range(1, most + 1) if number % divisor == 0)
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(divisor for divisor in range(1, limit + 1) if number % divisor == 0)
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -201,13 +201,13 @@ def _order_rows(rows: StateRows) -> tuple[jax.Array, ...]:
     is_before_BB = (key[None] < key[:, None]) | (
         (key[None] == key[:, None]) & (index[None] < index[:, None])
     )
-    place = jnp.sum(is_before_BB, axis=1, dtype=jnp.int32)
-    is_at_BB = place[None] == index[:, None]
+    rank = jnp.sum(is_before_BB, axis=1, dtype=jnp.int32)
+    is_at_BB = rank[None] == index[:, None]
 
     def ordered(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(is_at_BB, x[None], 0), axis=1, dtype=jnp.int32)
 
-    last = jnp.max(jnp.where(is_entry, place, -1))
+    last = jnp.max(jnp.where(is_entry, rank, -1))
     sources = ordered(rows.sources)
     of_last = jnp.sum(jnp.where(index == last, sources, 0), dtype=jnp.int32)
     is_held = (index <= last).astype(jnp.int32)

@@ -144,12 +144,12 @@ def _run(command: list[str], path: Path) -> None:
         )  # fmt: skip
     except subprocess.CalledProcessError as error:
         lines = [line for line in error.stderr.splitlines() if line.strip()]
-        said = [line for line in lines if "error" in line or "failed" in line] or lines[-1:]
-        text = said[0] if said else f"exit status {error.returncode}"
+        error_lines = [line for line in lines if "error" in line or "failed" in line] or lines[-1:]
+        message = error_lines[0] if error_lines else f"exit status {error.returncode}"
         # Remove file names from the message, so that it is the same for all kernels and is logged
         # once.
-        text = text.replace(str(path), "the file").replace(command[-2], "the source")
-        raise Unavailable(f"{compiler[0]} says: {text}") from error
+        message = message.replace(str(path), "the file").replace(command[-2], "the source")
+        raise Unavailable(f"{compiler[0]} says: {message}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"{compiler[0]} could not be run: {error}") from error
     if not path.is_file():

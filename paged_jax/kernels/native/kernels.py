@@ -161,7 +161,9 @@ def _test_quantised_linear(target: str, kernel: NativeKernel) -> Results:
         _test_quantised_groups(target, kernel, (37, 512, 16), is_interleaved=False),
         _test_quantised_groups(target, kernel, (64, 512, 16), is_interleaved=True),
     ]
-    got, want = (np.concatenate([x.reshape(-1) for x in each]) for each in zip(*tests, strict=True))
+    got, want = (
+        np.concatenate([x.reshape(-1) for x in arrays]) for arrays in zip(*tests, strict=True)
+    )
     return got, want
 
 
@@ -245,8 +247,8 @@ def _test_attention(target: str, kernel: NativeKernel) -> Results:
     attributes = attention_attributes(Options(scale), has_scales, False, False)
 
     def attend(has_bfloat16_queries: bool) -> np.ndarray:
-        each = attributes | {"has_bfloat16_queries": np.int32(has_bfloat16_queries)}
-        return np.asarray(jax.jit(lambda *args: call(*args, **each)[0])(*operands))
+        call_attributes = attributes | {"has_bfloat16_queries": np.int32(has_bfloat16_queries)}
+        return np.asarray(jax.jit(lambda *args: call(*args, **call_attributes)[0])(*operands))
 
     got = np.stack([attend(False)] if is_decode else [attend(False), attend(True)])
     keys, values = (
@@ -284,7 +286,7 @@ def _test_zeros(target: str, kernel: NativeKernel) -> Results:
 def _test_recurrent_step(target: str, kernel: NativeKernel) -> Results:
     """Test the delta rule with a decay per element of a key, and Mamba-2."""
     tests = _test_rule(target, kernel, 24, 43, True), _test_rule(target, kernel, 43, 5, False)
-    got, want = (np.concatenate(each) for each in zip(*tests, strict=True))
+    got, want = (np.concatenate(arrays) for arrays in zip(*tests, strict=True))
     return got, want
 
 

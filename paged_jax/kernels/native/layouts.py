@@ -42,8 +42,8 @@ class InterleavedRows:
     def take_rows(self, array: jax.Array, rows: jax.Array) -> jax.Array:
         """Gather rows of an interleaved array, each in its original order."""
         bundles = self._bundles(_runs(as_bits(array)))
-        taken = bundles[rows // self.num_rows, :, rows % self.num_rows]
-        return from_bits(taken.reshape(*rows.shape, array.shape[-1]), array.dtype)
+        gathered = bundles[rows // self.num_rows, :, rows % self.num_rows]
+        return from_bits(gathered.reshape(*rows.shape, array.shape[-1]), array.dtype)
 
     def _permute(self, array: Any, split: Callable[[Any], Any]) -> Any:
         """Permute the runs of an array, see `_runs`. The elements of a run stay together.

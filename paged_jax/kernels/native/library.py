@@ -75,11 +75,11 @@ class LoadedKernel(NamedTuple):
 
     Attributes:
       target: name of the kernel as an FFI target of XLA; None if it is unavailable.
-      why_not: reason why it is unavailable; None if it is available.
+      reason: reason why it is unavailable; None if it is available.
     """
 
     target: str | None
-    why_not: str | None
+    reason: str | None
 
 
 def load(kernel: NativeKernel) -> LoadedKernel:
@@ -146,8 +146,8 @@ def load_target(target: str) -> bool:
     The name of a target contains a digest of the sources, compiler command, processor and version
     of jaxlib. This machine has the kernel only if all of them are the same here.
     """
-    asked = (kernel for kernel in all_kernels() if target.startswith(_prefix(kernel)))
-    return any(load(kernel).target == target for kernel in asked)
+    kernels = (kernel for kernel in all_kernels() if target.startswith(_prefix(kernel)))
+    return any(load(kernel).target == target for kernel in kernels)
 
 
 def load_called(program: bytes) -> str | None:
@@ -264,8 +264,8 @@ def _register_new(kernel: NativeKernel, target: str, path: Path, cache_folder: P
     except Unavailable:
         with contextlib.suppress(Unavailable, OSError):
             if cache_folder is not None:
-                with temporary_folder(cache_folder) as other:
-                    _register(kernel, target, Path(shutil.copy(path, other)))
+                with temporary_folder(cache_folder) as folder:
+                    _register(kernel, target, Path(shutil.copy(path, folder)))
                     return
         raise
 
@@ -281,13 +281,13 @@ def _command(kernel: NativeKernel) -> list[str]:
     # Disable the vectorisation of straight-line code. With it, GCC packs the addresses of rows into
     # vectors and extracts them again, which takes a quarter of the time of a matmul. The sources
     # use explicit vectors where vectors help.
-    own = "-fno-tree-slp-vectorize"
+    no_slp = "-fno-tree-slp-vectorize"
     if kernel.code is None:
         types = [f"-DELEMENT={ELEMENTS[kernel.dtype]}"]
     else:
         types = [f"-DELEMENT={CODE_ELEMENTS[kernel.code]}", f"-DINPUT={ELEMENTS[kernel.dtype]}"]
     return [
-        "-std=c++17", "-O2", native, "-ffp-contract=fast", "-fno-exceptions", "-fno-rtti", own,
+        "-std=c++17", "-O2", native, "-ffp-contract=fast", "-fno-exceptions", "-fno-rtti", no_slp,
         "-shared", "-fPIC", *types, f"-I{jax.ffi.include_dir()}",
         str(_SOURCE / f"{kernel.op}.cc"), "-lm",
     ]  # fmt: skip
@@ -439,7 +439,7 @@ def _lower_for_cpu(
     attributes: Attributes,
     structure: Any,
     is_in_place: bool,
-    **rest: Any,
+    **params: Any,
 ) -> Any:
     if _is_for_one_device_here(ctx.module_context):
         target = load(kernel).target
@@ -450,7 +450,7 @@ def _lower_for_cpu(
                 target, operand_output_aliases={0: 0} if is_in_place else None
             )
             return lower(inner, *operands[begin:], **dict(attributes))
-    return _lower_plain(ctx, *operands, structure=structure, **rest)
+    return _lower_plain(ctx, *operands, structure=structure, **params)
 
 
 def _is_for_one_device_here(context: mlir.ModuleContext) -> bool:

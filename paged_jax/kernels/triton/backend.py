@@ -23,8 +23,8 @@ def refusal(problem: Problem, interpret: Interpret = False) -> str | None:
 
     The interpreter needs no GPU, so the GPU is not checked if `interpret` is set.
     """
-    if (why_not := pallas.refusal() or (None if interpret else _gpu_refusal(problem))) is not None:
-        return why_not
+    if (reason := pallas.refusal() or (None if interpret else _gpu_refusal(problem))) is not None:
+        return reason
     if problem.op == "ragged" and problem["B"] > MAX_SEQUENCES:
         return f"a ragged batch must have at most {MAX_SEQUENCES} sequences, got {problem['B']}"
     attends = problem.op in ATTENTION
@@ -35,8 +35,8 @@ def refusal(problem: Problem, interpret: Interpret = False) -> str | None:
 
 def _pool_refusal(problem: Problem, verb: str) -> str | None:
     supported = *tiles.FLOATING, *pallas.SPLIT_WORDS
-    if (why_not := problem.pool_dtype_refusal(*supported)) is not None:
-        return why_not
+    if (reason := problem.pool_dtype_refusal(*supported)) is not None:
+        return reason
     is_odd = problem["D"] % 2 or problem.lanes % 2 or problem.value_dim % 2
     if jnp.dtype(problem.pool_dtype).name in pallas.SPLIT_WORDS and is_odd:
         return (
@@ -47,8 +47,8 @@ def _pool_refusal(problem: Problem, verb: str) -> str | None:
 
 
 def _gpu_refusal(problem: Problem) -> str | None:
-    if (why_not := pallas.gpu_refusal()) is not None:
-        return why_not
+    if (reason := pallas.gpu_refusal()) is not None:
+        return reason
     is_fp8 = jnp.dtype(problem.pool_dtype) == jnp.float8_e4m3fn
     if is_fp8 and gpu_device.device().compute_capability < (8, 9):
         return "it converts float8_e4m3fn on GPUs of compute capability 8.9 and later only"

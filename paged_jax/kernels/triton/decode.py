@@ -115,11 +115,11 @@ class _GroupSlice(NamedTuple):
     def query_heads(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the query head of each row of a tile, and whether the row is in the slice."""
         group = self.group
-        place = self.index * group.slice_size + rows
+        head_index = self.index * group.slice_size + rows
         is_row = rows < group.slice_size
         if group.size % group.slice_size:
-            is_row &= place < group.size
-        return self.head * group.size + place, is_row
+            is_row &= head_index < group.size
+        return self.head * group.size + head_index, is_row
 
 
 @functools.partial(jax.jit, static_argnames=("options", "params", "split", "group", "interpret"))

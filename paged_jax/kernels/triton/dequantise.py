@@ -107,8 +107,8 @@ class TileFormat(NamedTuple):
         # Compute the indices with divisions, because Triton then recognises runs of 16 consecutive
         # inputs and uses wide loads.
         size = jnp.full_like(columns, PACKED_BYTES)
-        block, place = lax.div(columns, size), lax.rem(columns, size)
-        return block * PACKED_INPUTS + half * PACKED_BYTES + place
+        block, position = lax.div(columns, size), lax.rem(columns, size)
+        return block * PACKED_INPUTS + half * PACKED_BYTES + position
 
 
 def refusal(format: WeightFormat, num_inputs: int, dtype: Any) -> str | None:
@@ -252,8 +252,8 @@ def _interpreted(
     if code in CODES:
         bits = lax.shift_right_logical(values, jnp.uint8(4 * half)) & jnp.uint8(15)
         w = jnp.zeros(values.shape, jnp.float32)
-        for index, number in enumerate(CODES[code].tolist()):
-            w = jnp.where(bits == index, number, w)
+        for index, value in enumerate(CODES[code].tolist()):
+            w = jnp.where(bits == index, value, w)
     elif code == "int8":
         w = values.astype(jnp.float32)
     else:
@@ -276,9 +276,9 @@ class _Half(NamedTuple):
     name: str
     base: int
 
-    def pair(self, number: float) -> str:
+    def pair(self, value: float) -> str:
         """Return a PTX constant with two copies of a number that the dtype represents exactly."""
-        bits = int(np.asarray(number, _DTYPE_OF[self.name]).view(np.uint16))
+        bits = int(np.asarray(value, _DTYPE_OF[self.name]).view(np.uint16))
         return f"0x{bits:04X}{bits:04X}"
 
     @property
@@ -297,12 +297,12 @@ _HALVES = {"bfloat16": _Half("bf16x2", 128), "float16": _Half("f16x2", 1024)}
 _OFFSETS = {"int4": 8, "uint4": 8, "e2m1": 64}
 
 
-def _registers(numbers: list[int]) -> list[str]:
+def _registers(table: list[int]) -> list[str]:
     """Return 16 bytes as four PTX constants. The first byte is in the lowest bits."""
-    return [f"0x{int.from_bytes(bytes(numbers[i : i + 4]), 'little'):08X}" for i in (0, 4, 8, 12)]
+    return [f"0x{int.from_bytes(bytes(table[i : i + 4]), 'little'):08X}" for i in (0, 4, 8, 12)]
 
 
-def _look_up(numbers: list[int]) -> str:
+def _look_up(table: list[int]) -> str:
     """Return PTX that looks up each half of four bytes in a table of 16 bytes.
 
     There are two results of four bytes. The first result has the entries for the low half of byte
@@ -313,11 +313,11 @@ def _look_up(numbers: list[int]) -> str:
     half choose the byte. If the fourth bit is set, the result is the highest bit of this byte,
     repeated eight times, instead of the byte.
     """
-    a, b, c, d = _registers(numbers)
+    a, b, c, d = _registers(table)
     parts = ["{ .reg .b32 t, u, m;"]
     for word in (0, 1):
         parts.append(f"shr.u32 t, $2, {16 * word}; prmt.b32 u, {a}, {b}, t;")
-        if max(numbers) < 128:
+        if max(table) < 128:
             # Each of the two `prmt` instructions reads half of the table, and returns 0 for entries
             # in the other half.
             parts.append(
@@ -424,8 +424,8 @@ def _compiled(
         scale = scale * 0.5
     operands = [scale] if low is None else [scale, low]
     if code in CODES:
-        operands = [each.astype(dtype) for each in operands]
-    arrays = [*values, *(_spread(each, format) for each in operands)]
+        operands = [operand.astype(dtype) for operand in operands]
+    arrays = [*values, *(_spread(operand, format) for operand in operands)]
     has_min = low is not None
     if code not in CODES:
         return run_ptx(_byte_code(code, kind, has_min), arrays, dtype, pack=4)

@@ -102,16 +102,16 @@ _INT8_REFUSAL = "it does not round inputs to int8"
 
 def quantised_refusal(x: jax.Array, w: Weight, *, interpret: Interpret = False) -> str | None:
     """Return why `quantised_linear` does not support these arrays, or None if it does."""
-    if (why_not := pallas.refusal() or pallas.gpu_refusal()) is not None:
-        return why_not
+    if (reason := pallas.refusal() or pallas.gpu_refusal()) is not None:
+        return reason
     if w.scales is None:
         return "XLA multiplies by weights without scales"
     if w.rounds_inputs:
         return _INT8_REFUSAL
     if w.format.code in BYTE_CODES and w.format.group_size is None and w.mins is None:
         return "XLA fuses the conversion of 8-bit weights with a scale per row into the matmul"
-    if (why_not := _format_refusal(w)) is not None:
-        return why_not
+    if (reason := _format_refusal(w)) is not None:
+        return reason
     num_rows = math.prod(x.shape[:-1])
     if num_rows > _MAX_ROWS:
         return f"XLA is faster from {_MAX_ROWS + 1} rows on, and there are {num_rows}"
@@ -122,8 +122,8 @@ def grouped_refusal(
     x: jax.Array, w: Weight, sizes: jax.Array, *, interpret: Interpret = False
 ) -> str | None:
     """Return why `grouped_linear` does not support these arrays, or None if it does."""
-    if (why_not := pallas.refusal() or pallas.gpu_refusal()) is not None:
-        return why_not
+    if (reason := pallas.refusal() or pallas.gpu_refusal()) is not None:
+        return reason
     if w.rounds_inputs:
         return _INT8_REFUSAL
     if w.scales is not None:
@@ -162,8 +162,8 @@ def choose_tiling(num_rows: int, w: Weight) -> MatmulTiling:
     gpu = gpu_device.device()
     tiling = _quantised_tiling(min(num_rows, _MAX_TILE_ROWS), num_inputs, w.format)
     # Split the inputs into enough parts for four program instances on each SM.
-    wanted = 4 * gpu.num_cores // pl.cdiv(num_outputs, _PART_OUTPUTS)
-    parts = max(1, min(wanted, num_inputs // _PART_INPUTS, _MAX_PARTS))
+    target_parts = 4 * gpu.num_cores // pl.cdiv(num_outputs, _PART_OUTPUTS)
+    parts = max(1, min(target_parts, num_inputs // _PART_INPUTS, _MAX_PARTS))
     if gpu.compute_capability[0] == 12 and tiling.rows > 16:
         # Halve the tile for GPUs of compute capability 12, for which the compiler of jax 0.12 would
         # otherwise spill registers in the loop.

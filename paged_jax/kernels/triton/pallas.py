@@ -47,10 +47,12 @@ def gpu_refusal() -> str | None:
     """Return why kernels cannot be compiled for `gpu_device.device`, or None if they can."""
     gpu = gpu_device.device()
     if gpu.compute_capability < _LEAST_CAPABILITY:
-        needed, found = (".".join(map(str, x)) for x in (_LEAST_CAPABILITY, gpu.compute_capability))
+        needed, capability = (
+            ".".join(map(str, x)) for x in (_LEAST_CAPABILITY, gpu.compute_capability)
+        )
         return (
             f"XLA compiles Triton for compute capability {needed} and later only, and {gpu.kind} "
-            f"has {found}"
+            f"has {capability}"
         )
     return None
 

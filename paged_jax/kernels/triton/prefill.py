@@ -98,15 +98,15 @@ def _prefill(
     query of each chunk.
     """
     q, pools, block_tables, context_lens, query_lens, sinks, layer = args
-    (longest, H, _), B, K = q.shape[-3:], len(block_tables), pools.num_kv_heads
+    (num_queries, H, _), B, K = q.shape[-3:], len(block_tables), pools.num_kv_heads
     G = H // K
-    query_rows = min(params.query_rows, pl.next_power_of_2(longest * G))
-    grid = (K, pl.cdiv(longest * G, query_rows), B)
+    query_rows = min(params.query_rows, pl.next_power_of_2(num_queries * G))
+    grid = (K, pl.cdiv(num_queries * G, query_rows), B)
     if starts is not None:
         # The lengths of the chunks are traced, so use the maximum number of tiles: all rows fill at
-        # most ``longest * G // query_rows`` tiles, and each chunk may have one more tile, which is
-        # only partly filled.
-        grid = (K, longest * G // query_rows + min(B, longest))
+        # most ``num_queries * G // query_rows`` tiles, and each chunk may have one more tile, which
+        # is only partly filled.
+        grid = (K, num_queries * G // query_rows + min(B, num_queries))
     layers = jnp.asarray(layer, jnp.int32).reshape(1)
     return pallas_call(
         functools.partial(

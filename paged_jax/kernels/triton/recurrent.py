@@ -49,9 +49,9 @@ _MAX_ROWS = 4096
 
 def refusal(step: StateStep, interpret: Interpret = False) -> str | None:
     """Return why these kernels do not support a step, or None if they do."""
-    why_not = pallas.refusal() or (None if interpret else pallas.gpu_refusal())
-    if why_not is not None:
-        return why_not
+    reason = pallas.refusal() or (None if interpret else pallas.gpu_refusal())
+    if reason is not None:
+        return reason
     dtype = step.rows.pool.dtype
     if dtype.name not in (tiles.FLOATING if isinstance(step, ConvolutionStep) else ("float32",)):
         return f"states must be float32, or any float dtype for convolutions, got {dtype}"

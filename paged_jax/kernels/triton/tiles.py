@@ -85,11 +85,11 @@ def refusal(problem: Problem) -> str | None:
     q_dtype = jnp.dtype(problem.q_dtype)
     if q_dtype.name not in FLOATING:
         return f"queries must be {', '.join(FLOATING)}, got {q_dtype}"
-    if (why_not := problem.separate_values_refusal) is not None:
-        return why_not
+    if (reason := problem.separate_values_refusal) is not None:
+        return reason
     if problem.shares_values:
         sizes = problem["D"], problem.value_dim
-        if any(size > most for size, most in zip(sizes, _MAX_LATENT_LANES, strict=True)):
+        if any(size > limit for size, limit in zip(sizes, _MAX_LATENT_LANES, strict=True)):
             return (
                 "keys and the values in them must have at most {} and {} elements, got {} and {}"
             ).format(*_MAX_LATENT_LANES, *sizes)
@@ -312,8 +312,8 @@ def _power_of_two(exponent: jax.Array) -> jax.Array:
 
 def _inverse(power: jax.Array) -> jax.Array:
     """Return the exact inverse of an f32 power of two, in one instruction."""
-    one = int(np.float32(1).view(np.int32))
-    bits = jnp.int32(2 * one) - lax.bitcast_convert_type(power, jnp.int32)
+    one_bits = int(np.float32(1).view(np.int32))
+    bits = jnp.int32(2 * one_bits) - lax.bitcast_convert_type(power, jnp.int32)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 

@@ -117,8 +117,8 @@ def _token_lanes(shape: CallShape) -> int:
     """Return the lanes per token and KV head, of K and V together."""
     if not shape.value_dim:
         return 2 * _lanes(shape)
-    rest = shape.head_dim - shape.value_dim
-    return _lanes(shape) + (1 << (rest - 1).bit_length() if rest else 0)
+    key_only_dim = shape.head_dim - shape.value_dim
+    return _lanes(shape) + (1 << (key_only_dim - 1).bit_length() if key_only_dim else 0)
 
 
 def token_bytes(shape: CallShape) -> int:
@@ -282,9 +282,9 @@ def _nearest(
 
 @functools.cache
 def _measured() -> CallTable[Params]:
-    own = os.environ.get(TABLE_VARIABLE)
+    path = os.environ.get(TABLE_VARIABLE)
     shipped = importlib.resources.files("paged_jax.kernels.triton") / "tuning.json"
-    return parse((Path(own) if own else shipped).read_text(encoding="utf-8"))
+    return parse((Path(path) if path else shipped).read_text(encoding="utf-8"))
 
 
 def parse(text: str) -> CallTable[Params]:

@@ -71,8 +71,8 @@ _COPY_WARPS = 8
 
 def refusal(problem: Problem) -> str | None:
     """Return why these kernels do not support a write or copy, or None if they do."""
-    if (why_not := problem.separate_values_refusal) is not None:
-        return why_not
+    if (reason := problem.separate_values_refusal) is not None:
+        return reason
     itemsize = jnp.dtype(problem.pool_dtype).itemsize
     block_bytes = problem["K"] * problem["C"] * problem.lanes * itemsize
     if problem.op == "copy_blocks" and block_bytes % 4:
@@ -271,8 +271,8 @@ def _rope_write_kernel(
     mask = is_token[:, None] & (lane < half)
 
     def load(ref: Any, row: jax.Array, start: int = 0) -> jax.Array:
-        numbers = ref.at[row[:, None], start + lane]
-        return plgpu.load(numbers, mask=mask, other=0.0).astype(jnp.float32)
+        elements = ref.at[row[:, None], start + lane]
+        return plgpu.load(elements, mask=mask, other=0.0).astype(jnp.float32)
 
     halves = [load(qkv_ref, token * num_heads + head, start) for start in (0, half)]
 
@@ -294,8 +294,8 @@ def _rope_write_kernel(
         # Padding rows get an index past the end, for the reason explained in `_find_rows`.
         row = jnp.where(is_token, token * H + kv_head * G + place, N * H)
         for start, part in zip((0, half), rotated(norm_refs[0]), strict=True):
-            numbers = q_ref.at[row[:, None], start + lane]
-            plgpu.store(numbers, part.astype(q_ref.dtype), mask=mask)
+            elements = q_ref.at[row[:, None], start + lane]
+            plgpu.store(elements, part.astype(q_ref.dtype), mask=mask)
 
     @pl.when(place == G)
     def _():
@@ -393,20 +393,20 @@ def call_in_place(
       The new `views`. If `out` is given, a pair of this output and the new `views`.
     """
     leaves, treedef = jax.tree.flatten(views)
-    others = [] if out is None else [out]
-    whole = pl.BlockSpec(memory_space=pl.ANY)
+    out_shapes = [] if out is None else [out]
+    any_memory = pl.BlockSpec(memory_space=pl.ANY)
     results = pallas_call(
         kernel,
-        out_shape=[*others, *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)],
+        out_shape=[*out_shapes, *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)],
         grid=grid,
-        in_specs=[whole] * (len(arguments) + len(leaves)),
-        out_specs=[whole] * (len(others) + len(leaves)),
-        input_output_aliases={len(arguments) + i: len(others) + i for i in range(len(leaves))},
+        in_specs=[any_memory] * (len(arguments) + len(leaves)),
+        out_specs=[any_memory] * (len(out_shapes) + len(leaves)),
+        input_output_aliases={len(arguments) + i: len(out_shapes) + i for i in range(len(leaves))},
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
         name=name,
     )(*arguments, *leaves)
-    pools = jax.tree.unflatten(treedef, results[len(others) :])
+    pools = jax.tree.unflatten(treedef, results[len(out_shapes) :])
     return pools if out is None else (results[0], pools)
 
 

@@ -89,7 +89,7 @@ def decode(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]
             options.soft_cap,
         )
         softmax = jax.tree.map(
-            lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, row, axis=0),
+            lambda array, update: lax.dynamic_update_slice_in_dim(array, update, row, axis=0),
             softmax,
             folded,
         )
@@ -158,9 +158,9 @@ def _sort_by_length(
 def _step_sizes(batch: int, num_kv_heads: int, head_dim: int) -> tuple[int, int]:
     """Return the numbers of sequences, and of tokens per sequence, in a step of the decode loop."""
     num_tokens = max(_STEP_BYTES // (num_kv_heads * head_dim * 4), TILE // 2)
-    most = min(batch, _MAX_SEQUENCES, num_tokens // (TILE // 2))
+    max_rows = min(batch, _MAX_SEQUENCES, num_tokens // (TILE // 2))
     # Divide the batch into loop steps of about equal size, which need the least padding.
-    rows = _ceil_div(batch, _ceil_div(batch, most))
+    rows = _ceil_div(batch, _ceil_div(batch, max_rows))
     return rows, min(TILE, num_tokens // rows)
 
 

@@ -146,9 +146,9 @@ def _apply_recurrence(step: RecurrentStep, state: jax.Array) -> tuple[jax.Array,
         new_UD = new_UD + round_product(step.v[..., None] * k[..., None, :])
         return _dot(new_UD, q[..., None, :], -1)[..., 0], new_UD
     predicted = _dot((decay * k)[..., None], state, -2)[..., 0, :]
-    kept = _dot((decay * q)[..., None], state, -2)[..., 0, :]
+    from_state = _dot((decay * q)[..., None], state, -2)[..., 0, :]
     change = step.beta[..., None] * (round_product(step.v) - predicted)
-    out = kept + round_product(_dot(q, k, -1) * change)
+    out = from_state + round_product(_dot(q, k, -1) * change)
     new_DU = round_product(decay[..., None] * state)
     return out, new_DU + round_product(k[..., None] * change[..., None, :])
 

@@ -94,8 +94,8 @@ def round_to_int8(x: jax.Array, w: Weight) -> tuple[jax.Array, Weight]:
     padding = [(0, 0)] * (groups.ndim - 1) + [(0, -size % segment)]
     segments = jnp.pad(groups, padding).reshape(*groups.shape[:-1], -1, segment)
     peak = jnp.max(jnp.abs(segments), axis=-1, keepdims=True)
-    numbers = jnp.round(segments * jnp.where(peak < 1e-30, 0, 127 / peak))
-    rounded = (numbers * (peak / 127)).reshape(*groups.shape[:-1], -1)[..., :size].reshape(x.shape)
+    codes = jnp.round(segments * jnp.where(peak < 1e-30, 0, 127 / peak))
+    rounded = (codes * (peak / 127)).reshape(*groups.shape[:-1], -1)[..., :size].reshape(x.shape)
     exact = dataclasses.replace(
         w, order=None, stack=None, dtype=jnp.dtype(jnp.float32), int8_inputs=False
     )
@@ -349,7 +349,7 @@ def _ragged_gradients(
 
 
 def _ragged_dot(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    numbers = lax.RaggedDotDimensionNumbers(
+    dimension_numbers = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2,)), ((), ())),
         lhs_ragged_dimensions=[0],
         rhs_group_dimensions=[0],
@@ -358,7 +358,7 @@ def _ragged_dot(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array
         x.astype(w.dtype),
         w,
         group_sizes,
-        numbers,
+        dimension_numbers,
         precision=_precision(w),
         preferred_element_type=jnp.float32,
     )

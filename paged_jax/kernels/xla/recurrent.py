@@ -135,9 +135,9 @@ def _advance_token(
         new_UD = decay[..., None, :] * state + v[..., None] * k[..., None, :]
         return jnp.sum(new_UD * q[..., None, :], axis=-1), new_UD
     predicted = jnp.sum((decay * k)[..., None] * state, axis=-2)
-    kept = jnp.sum((decay * q)[..., None] * state, axis=-2)
+    from_state = jnp.sum((decay * q)[..., None] * state, axis=-2)
     change = beta[..., None] * (v - predicted)
-    out = kept + jnp.sum(q * k, axis=-1, keepdims=True) * change
+    out = from_state + jnp.sum(q * k, axis=-1, keepdims=True) * change
     return out, decay[..., None] * state + k[..., None] * change[..., None, :]
 
 
@@ -307,7 +307,7 @@ def _decayed_products(
         return multiply(keys), multiply(q[..., block, :])
 
     rows = zip(*map(products_of, range(0, tile, _BLOCK)), strict=True)
-    lower, inner = (jnp.concatenate(each, axis=-2) for each in rows)
+    lower, inner = (jnp.concatenate(blocks, axis=-2) for blocks in rows)
     into, onto = jnp.exp(jnp.cumsum(log_decay, axis=-2)), jnp.exp(_sum_after(log_decay))
     return lower, inner, into, onto
 
@@ -329,21 +329,21 @@ def _invert(lower: jax.Array) -> jax.Array:
     """
     tile = lower.shape[-1]
     pieces = lower.reshape(*lower.shape[:-2], tile // _BLOCK, _BLOCK, tile // _BLOCK, _BLOCK)
-    numbers = np.arange(tile // _BLOCK)
-    diagonal = jnp.moveaxis(pieces[..., numbers, :, numbers, :], 0, -3)
+    indices = np.arange(tile // _BLOCK)
+    diagonal = jnp.moveaxis(pieces[..., indices, :, indices, :], 0, -3)
 
     def substitute(row: int, inverse: jax.Array) -> jax.Array:
         factors = lax.dynamic_slice_in_dim(diagonal, row, 1, axis=-2)
-        old = lax.dynamic_slice_in_dim(inverse, row, 1, axis=-2)
-        new = old - _matmul(factors, inverse)
-        return lax.dynamic_update_slice_in_dim(inverse, new, row, axis=-2)
+        old_row = lax.dynamic_slice_in_dim(inverse, row, 1, axis=-2)
+        new_row = old_row - _matmul(factors, inverse)
+        return lax.dynamic_update_slice_in_dim(inverse, new_row, row, axis=-2)
 
     identity = jnp.broadcast_to(jnp.eye(_BLOCK, dtype=lower.dtype), diagonal.shape)
     inverse, size = lax.fori_loop(1, _BLOCK, substitute, identity), _BLOCK
     while size < tile:
-        numbers = np.arange(0, tile // size, 2)
+        indices = np.arange(0, tile // size, 2)
         pieces = lower.reshape(*lower.shape[:-2], tile // size, size, tile // size, size)
-        below = jnp.moveaxis(pieces[..., numbers + 1, :, numbers, :], 0, -3)
+        below = jnp.moveaxis(pieces[..., indices + 1, :, indices, :], 0, -3)
         first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
         below = -_matmul(_matmul(second, below), first)
         top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)

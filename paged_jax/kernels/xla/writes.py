@@ -43,8 +43,8 @@ def write(args: WriteArgs) -> Pools:
         # is P, so flattening would change the layout. Each dropped token gets a different index
         # past the end, because the indices must be unique.
         past = P + jnp.arange(blocks.size, dtype=jnp.int32)
-        place = scale.at[layer, jnp.where(is_kept, blocks, past), :, offsets]
-        return place.set(new, mode="drop", unique_indices=True)
+        target = scale.at[layer, jnp.where(is_kept, blocks, past), :, offsets]
+        return target.set(new, mode="drop", unique_indices=True)
 
     new: Any = k, v
     kv = KVDtype.of(pools.dtype)
