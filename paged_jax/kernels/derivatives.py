@@ -57,12 +57,12 @@ def differentiable_once(function: str, values: Any) -> Any:
         'orders use paged_attention or paged_prefill_attention with backend="reference".'
     )
     leaves, treedef = jax.tree.flatten(values, is_leaf=lambda x: isinstance(x, SymbolicZero))
-    places = [
+    indices = [
         i
         for i, x in enumerate(leaves)
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
     ]
-    passed = without_derivative(message, [leaves[i] for i in places])
-    for i, value in zip(places, passed, strict=True):
+    passed = without_derivative(message, [leaves[i] for i in indices])
+    for i, value in zip(indices, passed, strict=True):
         leaves[i] = value
     return jax.tree.unflatten(treedef, leaves)

@@ -217,15 +217,15 @@ def _multiply_groups(call: OpCall, args: GroupedLinearArgs) -> jax.Array:
 
 def _forward(call: OpCall, args: GroupedLinearArgs) -> tuple[jax.Array, Any]:
     x, w = differentiable_once("grouped_linear", args[:2])
-    saved = args._replace(x=x, w=dataclasses.replace(w, stack=None))
-    return _multiply_groups(call, args._replace(x=x, w=w)), saved
+    residuals = args._replace(x=x, w=dataclasses.replace(w, stack=None))
+    return _multiply_groups(call, args._replace(x=x, w=w)), residuals
 
 
 def _backward(
-    call: OpCall, saved: GroupedLinearArgs, cotangent: jax.Array
+    call: OpCall, residuals: GroupedLinearArgs, cotangent: jax.Array
 ) -> tuple[GroupedLinearArgs]:
     del call
-    (x, w, sizes), cotangent = differentiable_once("grouped_linear", (saved, cotangent))
+    (x, w, sizes), cotangent = differentiable_once("grouped_linear", (residuals, cotangent))
     x_bar, values_bar = plain.grouped_gradients(x, w, sizes, cotangent)
     no_arrays = {name: None for name in ("scales", "mins", "order", "stack")}
     w_bar = dataclasses.replace(w, values=values_bar, **no_arrays)

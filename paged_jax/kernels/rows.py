@@ -152,9 +152,9 @@ def _take_slices(pool: jax.Array, layer: jax.Array, entries: jax.Array) -> jax.A
     count = min(B, _SLICES)
     index = jnp.pad(entries, (0, -B % count)).reshape(-1, count)
 
-    def take(some: jax.Array) -> jax.Array:
+    def take(entry_ids: jax.Array) -> jax.Array:
         slices = [
-            lax.dynamic_slice(pool, (layer, some[i], *[0] * len(shape)), (1, 1, *shape))
+            lax.dynamic_slice(pool, (layer, entry_ids[i], *[0] * len(shape)), (1, 1, *shape))
             for i in range(count)
         ]
         return jnp.concatenate(slices, axis=1)[0]
@@ -216,8 +216,8 @@ def set_states(rows: StateRows, states: jax.Array) -> jax.Array:
     """
     P, *padded = rows.pool.shape[1:]
     if states.shape[1:] != tuple(padded):
-        more = [(0, size - old) for size, old in zip(padded, states.shape[1:], strict=True)]
-        states = jnp.pad(states, ((0, 0), *more))
+        padding = [(0, size - old) for size, old in zip(padded, states.shape[1:], strict=True)]
+        states = jnp.pad(states, ((0, 0), *padding))
     is_kept = (rows.entries >= 0) & (rows.entries < P)
     # The indices must be distinct, so each dropped row gets its own index past the end.
     index = P + jnp.arange(rows.num_rows, dtype=jnp.int32)

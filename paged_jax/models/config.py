@@ -497,8 +497,8 @@ class ModelConfig:
             )
         config = self.replace()
         written = self.family.write(config)
-        read = self.family.read(ConfigEntries(written).complete(self.family.defaults))
-        if difference := find_difference(config, read):
+        parsed = self.family.read(ConfigEntries(written).complete(self.family.defaults))
+        if difference := find_difference(config, parsed):
             name, value, expected = difference
             raise ValueError(
                 f"ModelConfig: {name} must be {expected!r} for model_type {self.model_type!r}, "

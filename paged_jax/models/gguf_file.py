@@ -108,9 +108,10 @@ class GgufFile:
                     f"{part.path}: split.no must be {number - 1}, because this is file {number} of "
                     "a split model."
                 )
-            if twice := tensors.keys() & part.tensors.keys():
+            if duplicates := tensors.keys() & part.tensors.keys():
                 raise GgufError(
-                    f"{part.path}: tensor {min(twice)} is also in another file of this split model."
+                    f"{part.path}: tensor {min(duplicates)} is also in another file of this "
+                    "split model."
                 )
             tensors |= part.tensors
         return cls(path, first.metadata, tensors)

@@ -131,21 +131,21 @@ class GgufMetadata:
         if value not in supported:
             raise self.unsupported(key, f"= {value}")
 
-    def windows(self, window: int, every: int = 0) -> dict[str, Any]:
+    def windows(self, window: int, interval: int = 0) -> dict[str, Any]:
         """Return the entries of a ``config.json`` about sliding windows.
 
         Args:
           window: number of last tokens that layers with a window attend to; 0 if no layer has a
             window.
-          every: if the file does not say which layers have a window, every n-th layer has none,
-            where n is `every`; 0 if all layers have a window.
+          interval: if the file does not say which layers have a window, every n-th layer has none,
+            where n is `interval`; 0 if all layers have a window.
         """
         key = "attention.sliding_window_pattern"
         is_sliding = self.booleans(key)
         if is_sliding is None:
-            every = self.integer(key, every)
+            interval = self.integer(key, interval)
             layers = range(self.num_layers)
-            is_sliding = [every == 0 or layer % every < every - 1 for layer in layers]
+            is_sliding = [interval == 0 or layer % interval < interval - 1 for layer in layers]
         kinds = [SLIDING if window and sliding else FULL for sliding in is_sliding]
         return {"sliding_window": window or None, "layer_types": kinds}
 
@@ -161,8 +161,10 @@ class GgufMetadata:
 
     def wrong(self, key: str, kind: str, value: Any) -> GgufError:
         """Return the error for an entry that is missing, or has the wrong type or range."""
-        got = "nothing" if value is None else repr(value)[:100]
-        return GgufError(f"{self.file.path}: {self.architecture}.{key} must be {kind}, got {got}.")
+        description = "nothing" if value is None else repr(value)[:100]
+        return GgufError(
+            f"{self.file.path}: {self.architecture}.{key} must be {kind}, got {description}."
+        )
 
     def _value(self, key: str) -> Any:
         self.keys_read.add(key)

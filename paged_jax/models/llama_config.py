@@ -333,10 +333,10 @@ class LlamaConfig(ModelConfig):
         """
         family, entries = find_family(ConfigEntries(text_config(config)))
         find_quantisation(entries, has_mxfp4=family.is_mxfp4)
-        read = family.read(entries)
-        check_unread(entries, family.ignored, family.architecture, read.num_hidden_layers)
-        check_head(config, read)
-        return read
+        parsed = family.read(entries)
+        check_unread(entries, family.ignored, family.architecture, parsed.num_hidden_layers)
+        check_head(config, parsed)
+        return parsed
 
     @classmethod
     def from_file(cls, path: str | Path) -> ModelConfig:

@@ -668,7 +668,8 @@ def create_cache(
         block_size=block_size,
         max_tokens=max_tokens,
     )
-    width, where = num_blocks_needed(max_length, block_size), platform or jax.default_backend()
+    width = num_blocks_needed(max_length, block_size)
+    target_platform = platform or jax.default_backend()
     groups: list[CacheGroup] = []
     for group in config.layer_groups:
         kv, rule = group.kv, group.retention
@@ -684,8 +685,8 @@ def create_cache(
                 num_blocks=num_blocks,
                 num_kv_heads=kv.num_kv_heads,
                 block_size=block_size,
-                head_dim=padded_head_dim(kv.head_dim, where),
-                value_dim=padded_head_dim(kv.value_dim, where),
+                head_dim=padded_head_dim(kv.head_dim, target_platform),
+                value_dim=padded_head_dim(kv.value_dim, target_platform),
                 num_slots=num_slots,
                 max_blocks_per_slot=width,
                 dtype=dtype,
@@ -696,7 +697,7 @@ def create_cache(
     if not config.state_groups:
         return PagedCache(tuple(groups), places)
     num_states = num_slots if num_states is None else num_states
-    states = create_states(config, num_states, num_slots, block_size, dtype, where)
+    states = create_states(config, num_states, num_slots, block_size, dtype, target_platform)
     of_states = layer_places(config.state_groups, range(config.num_hidden_layers))
     recurrent = tuple(place and (len(groups), *place) for place in of_states)
     return PagedCache((*groups, states), places, recurrent)

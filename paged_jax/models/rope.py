@@ -241,10 +241,10 @@ class Rope:
         # original - 1). Frequency i is base ** (-2 * i / R), so it is divided by
         # s ** (2 * i / (R - 2)): by 1 for the first frequency, and by s for the last.
         original = self.scaling.original_max_position_embeddings
-        past = jnp.maximum(positions + 1 - original, 0).astype(jnp.float32) / original
+        excess = jnp.maximum(positions + 1 - original, 0).astype(jnp.float32) / original
         stretch = self._exponents() * self.rotary_dim / max(self.rotary_dim - 2, 1)
         powers = self._pad(stretch, 0.0).reshape(lead)
-        return angles * jnp.exp(-powers * jnp.log1p(self.scaling.factor * past)[..., None])
+        return angles * jnp.exp(-powers * jnp.log1p(self.scaling.factor * excess)[..., None])
 
     @property
     def paired_dim(self) -> int:

@@ -78,10 +78,10 @@ def check_distinct_slots(function: str, slots: ArrayLike) -> None:
     """Check that all slots ``[B]`` except negative ones are distinct. Do nothing inside `jit`."""
     if isinstance(slots, Tracer):
         return
-    used, counts = np.unique(np.asarray(slots), return_counts=True)
-    if twice := used[(used >= 0) & (counts > 1)].tolist():
+    distinct_slots, counts = np.unique(np.asarray(slots), return_counts=True)
+    if duplicates := distinct_slots[(distinct_slots >= 0) & (counts > 1)].tolist():
         raise ValueError(
-            f"{function}: slots must be distinct, got slot {twice[0]} more than once. Put all "
+            f"{function}: slots must be distinct, got slot {duplicates[0]} more than once. Put all "
             "tokens of a slot into one row."
         )
 

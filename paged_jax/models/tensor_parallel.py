@@ -241,8 +241,10 @@ class TensorParallel:
         if name.endswith(ORDER):
             return x
         if (mesh := self._mesh_of_copies(name)) is not None:
-            wide = _widener(mesh, x.ndim - self._divided(name), self._pieces(name))(x)
-            return jax.device_put(wide, NamedSharding(self.mesh, self.program_spec(name, x.shape)))
+            widened = _widener(mesh, x.ndim - self._divided(name), self._pieces(name))(x)
+            return jax.device_put(
+                widened, NamedSharding(self.mesh, self.program_spec(name, x.shape))
+            )
         if kind in _OF_VOCABULARY and self._num_padding:
             return _padder(self.mesh, self._num_padding)(x)
         return x

@@ -239,8 +239,8 @@ DRAWN = (
         "MLX's groups have 32 values by default",
         "models/loading",
         "paged_jax.models.codecs.mlx:_read_format",
-        "(usual.group_size if usual else None) or 64",
-        "(usual.group_size if usual else None) or 32",
+        "(default_format.group_size if default_format else None) or 64",
+        "(default_format.group_size if default_format else None) or 32",
         "tests/models/test_quantisation.py",
     ),
     mutant(

@@ -461,9 +461,9 @@ def _merge(
         )
         return new_peak, total * decay + weight, out
 
-    nothing = jnp.zeros((MMA_COLUMNS,), jnp.float32)
+    zeros = jnp.zeros((MMA_COLUMNS,), jnp.float32)
     out = tuple(jnp.zeros((size, MMA_COLUMNS), jnp.float32) for _, size in pieces)
-    carry = (jnp.full_like(nothing, _LOWEST), nothing, out)
+    carry = (jnp.full_like(zeros, _LOWEST), zeros, out)
     peak, total, out = lax.fori_loop(0, count, fold, carry)
     return _divide(out, total, peak + jnp.log(total))
 

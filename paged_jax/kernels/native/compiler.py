@@ -121,11 +121,11 @@ def find_compiler() -> list[str]:
       Unavailable: there is no compiler, or CXX is not a command.
     """
     try:
-        named = shlex.split(os.environ.get("CXX", ""))
+        command = shlex.split(os.environ.get("CXX", ""))
     except ValueError as error:
         raise Unavailable(f"CXX must be a command, got {os.environ['CXX']}: {error}") from error
-    if named:
-        return named
+    if command:
+        return command
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
             return [name]

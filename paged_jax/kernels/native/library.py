@@ -301,8 +301,8 @@ def _target(kernel: NativeKernel, command: list[str]) -> str:
 def _digest(command: list[str]) -> str:
     """Return a digest of the sources, compiler command, version of jaxlib, and processor."""
     digest = _hash_sources(_SOURCE).copy()
-    for text in (*command, jaxlib.version.__version__, processor()):
-        digest.update(b"\0" + text.encode())
+    for option in (*command, jaxlib.version.__version__, processor()):
+        digest.update(b"\0" + option.encode())
     return digest.hexdigest()[:16]
 
 
@@ -315,11 +315,11 @@ def processor() -> str:
     """Return the operating system's description of the processor and its instruction sets."""
     lines = [platform.machine(), platform.processor()]
     try:
-        text = Path("/proc/cpuinfo").read_text(errors="replace")
+        cpuinfo = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:
         return "\n".join(lines)
     fields = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(lines + sorted({x for x in text.splitlines() if x.startswith(fields)}))
+    return "\n".join(lines + sorted({x for x in cpuinfo.splitlines() if x.startswith(fields)}))
 
 
 def _register(kernel: NativeKernel, target: str, path: Path) -> None:
@@ -328,13 +328,13 @@ def _register(kernel: NativeKernel, target: str, path: Path) -> None:
     try:
         function = getattr(ctypes.CDLL(str(path)), f"paged_jax_{kernel.op}")
     except (OSError, AttributeError) as error:
-        text = str(error).replace(str(path), "the file")
-        raise Unavailable(f"a library could not be loaded: {text}") from error
+        message = str(error).replace(str(path), "the file")
+        raise Unavailable(f"a library could not be loaded: {message}") from error
     try:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
     except Exception as error:  # for example, XLA has another version of the FFI than the kernel
-        text = str(error).replace(target, "the kernel")
-        raise Unavailable(f"XLA does not accept a kernel: {text}") from error
+        message = str(error).replace(target, "the kernel")
+        raise Unavailable(f"XLA does not accept a kernel: {message}") from error
     _REGISTERED.add(target)
 
 

@@ -481,8 +481,8 @@ def merge_parts(
         out = out * decay[:, None] + jnp.sum(partial * weights[:, :, None], axis=0)
         return new_peak, total * decay + jnp.sum(weights, axis=0), out
 
-    nothing = jnp.zeros((R,), jnp.float32)
-    carry = (nothing + _LOWEST, nothing, jnp.zeros((R, lanes.size), jnp.float32))
+    zeros = jnp.zeros((R,), jnp.float32)
+    carry = (zeros + _LOWEST, zeros, jnp.zeros((R, lanes.size), jnp.float32))
     num_turns = divide(count + num_at_once - 1, num_at_once)
     peak, total, out = lax.fori_loop(0, num_turns, fold, carry)
     is_empty = total == 0

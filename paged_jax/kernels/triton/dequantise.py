@@ -430,6 +430,6 @@ def _compiled(
     if code not in CODES:
         return run_ptx(_byte_code(code, kind, has_min), arrays, dtype, pack=4)
     if _tables(code, dtype):
-        text = _looked_up_code(len(values), half, kind, has_min)
-        return run_ptx(text, arrays, dtype, pack=2)
+        ptx = _looked_up_code(len(values), half, kind, has_min)
+        return run_ptx(ptx, arrays, dtype, pack=2)
     return run_ptx(_integer_code(code, half, kind, has_min), arrays, dtype, pack=4)

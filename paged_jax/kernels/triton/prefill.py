@@ -247,8 +247,8 @@ def _attend_kernel(
 
     @pl.when(first_row >= num_rows)
     def _():
-        nothing = jnp.zeros((query_rows, lanes[0].size), jnp.float32)
-        write(nothing, jnp.full(query_rows, -jnp.inf, jnp.float32))
+        zeros = jnp.zeros((query_rows, lanes[0].size), jnp.float32)
+        write(zeros, jnp.full(query_rows, -jnp.inf, jnp.float32))
 
     @pl.when(first_row < num_rows)
     def _():

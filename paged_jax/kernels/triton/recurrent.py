@@ -216,18 +216,18 @@ def _convolution_kernel(
     biases = [_load(ref.at[f], mask).astype(jnp.float32) for ref in bias_refs]
     # For lanes past the last channel, use a place past the end of the entry too, so that no lane
     # writes the element of another lane.
-    places = [jnp.where(mask, i * F + f, (width - 1) * F) for i in range(width - 1)]
-    before = [_load(pool_ref.at[entry, place], mask & is_entry) for place in places]
+    indices = [jnp.where(mask, i * F + f, (width - 1) * F) for i in range(width - 1)]
+    old_values = [_load(pool_ref.at[entry, index], mask & is_entry) for index in indices]
 
     def advance(row: jax.Array) -> None:
         added = _load(x_ref.at[row, f], mask).astype(pool_ref.dtype)
-        inputs = [*before, added]
+        inputs = [*old_values, added]
         products = (x.astype(jnp.float32) * w for x, w in zip(inputs, filters, strict=True))
         plgpu.store(out_ref.at[row, f], sum(biases, sum(products)), mask=mask)
         entry, is_kept = _locate(layer_ref, entries_ref, row, num_entries)
         has_token = num_tokens_ref[row] > 0
-        for place, old, new in zip(places, before, inputs[1:], strict=True):
-            new = jnp.where(has_token, new, old)
-            plgpu.store(pool_ref.at[entry, place], new, mask=mask & is_kept)
+        for index, old_value, new_value in zip(indices, old_values, inputs[1:], strict=True):
+            new_value = jnp.where(has_token, new_value, old_value)
+            plgpu.store(pool_ref.at[entry, index], new_value, mask=mask & is_kept)
 
     _for_sharers(sources_ref, first, num_entries, advance)

@@ -263,7 +263,7 @@ def _rope_write_kernel(
     # Number the program instances so that consecutive ones read consecutive heads of the same tile
     # of tokens.
     head = lax.rem(pl.program_id(0), jnp.int32(num_heads))
-    kv_head, place = lax.div(head, jnp.int32(G + 2)), lax.rem(head, jnp.int32(G + 2))
+    kv_head, head_index = lax.div(head, jnp.int32(G + 2)), lax.rem(head, jnp.int32(G + 2))
     token = lax.div(pl.program_id(0), jnp.int32(num_heads)) * rows
     token += jnp.arange(rows, dtype=jnp.int32)
     is_token = token < N
@@ -289,19 +289,19 @@ def _rope_write_kernel(
         )
         _store_rows(pool_ref, scale_ref, row, is_kept, parts, 2 * half, pool_dtype)
 
-    @pl.when(place < G)
+    @pl.when(head_index < G)
     def _():
         # Padding rows get an index past the end, for the reason explained in `_find_rows`.
-        row = jnp.where(is_token, token * H + kv_head * G + place, N * H)
+        row = jnp.where(is_token, token * H + kv_head * G + head_index, N * H)
         for start, part in zip((0, half), rotated(norm_refs[0]), strict=True):
             elements = q_ref.at[row[:, None], start + lane]
             plgpu.store(elements, part.astype(q_ref.dtype), mask=mask)
 
-    @pl.when(place == G)
+    @pl.when(head_index == G)
     def _():
         write(k_pool_ref, k_scale_ref, rotated(norm_refs[1]))
 
-    @pl.when(place == G + 1)
+    @pl.when(head_index == G + 1)
     def _():
         write(v_pool_ref, v_scale_ref, halves)
 

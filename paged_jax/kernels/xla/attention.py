@@ -93,9 +93,9 @@ def decode(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]
             softmax,
             folded,
         )
-        more = row + rows < padded
-        more &= batch.num_tiles[jnp.minimum(row + rows, padded - 1)] > index
-        return jnp.where(more, index, index + 1), jnp.where(more, row + rows, 0), softmax
+        has_more = row + rows < padded
+        has_more &= batch.num_tiles[jnp.minimum(row + rows, padded - 1)] > index
+        return jnp.where(has_more, index, index + 1), jnp.where(has_more, row + rows, 0), softmax
 
     limit = jnp.max(batch.num_tiles)
     zero = jnp.zeros((), limit.dtype)
@@ -105,8 +105,8 @@ def decode(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]
     out, lse = finish_softmax(softmax, options.value_scale)
     out, lse = out.reshape(padded, H, U), lse.reshape(padded, H)
     if B > rows:
-        places = jnp.argsort(order)
-        out, lse = out[places], lse[places]
+        inverse_order = jnp.argsort(order)
+        out, lse = out[inverse_order], lse[inverse_order]
     return out[:B].astype(args.q.dtype), lse[:B]
 
 

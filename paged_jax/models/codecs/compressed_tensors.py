@@ -306,7 +306,7 @@ class CompressedTensorsCodec(Codec):
         """Read a quantisation config, or return None if it belongs to another format."""
         if config.method != "compressed-tensors":
             return None
-        usual = config.choice(
+        default_format = config.choice(
             "format", choices=(*_BITS, "dense", "mixed-precision"), default="dense"
         )
         for key in ("sparsity_config", "moe_sparsity_config"):
@@ -316,7 +316,7 @@ class CompressedTensorsCodec(Codec):
         exact: list[ModuleRule] = []
         linear: list[ModuleRule] = []
         for group in config.sections("config_groups").values():
-            format = _read_group(group, usual)
+            format = _read_group(group, default_format)
             for target in group.names("targets"):
                 if target == "Linear":
                     linear.append(ModuleRule(target, format))
@@ -411,13 +411,13 @@ def _named(config: Entries, name: str, format: ModuleFormat | None) -> ModuleRul
     return whole_name(name, format)
 
 
-def _read_group(group: Entries, usual: str) -> ModuleFormat | None:
+def _read_group(group: Entries, default_format: str) -> ModuleFormat | None:
     """Return the format of a group of modules; None if only activations are quantised."""
     weights = group.section("weights")
     if weights is None:
         group.get("format")
         return None
-    name = group.choice("format", choices=_BITS, default=usual)
+    name = group.choice("format", choices=_BITS, default=default_format)
     kind = weights.choice("type", choices=("int", "float"), default="int")
     bits = weights.choice("num_bits", choices=_BITS[name], default=8)
     block = _read_block(weights)

@@ -364,8 +364,8 @@ def _search_uint4(
         scales = _scales(best, _UINT4_FRACTION)
         codes = _round(integers, best.offset, best.inverse, 0, 15)
         offset = (total - (scales * codes.sum(-1) >> _UINT4_FRACTION)) // size
-        again = _fit_uint4(integers, offset, _inverse(scales, _UINT4_FRACTION))
-        best = _better(best, again)
+        refit = _fit_uint4(integers, offset, _inverse(scales, _UINT4_FRACTION))
+        best = _better(best, refit)
     codes = _round(integers, best.offset, best.inverse, 0, 15)
     unit = _power_of_two(exponents - (_BITS + _UINT4_FRACTION))
     scales = (_scales(best, _UINT4_FRACTION).astype(np.float32) * unit).astype(

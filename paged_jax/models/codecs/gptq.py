@@ -182,7 +182,7 @@ class GptqCodec(Codec):
         formats = ("gptq", "gptq_v2")
         version = config.choice("checkpoint_format", "format", choices=formats, default="gptq")
         config.choice("pack_dtype", choices=("int32",), default="int32")
-        usual = _read_format(config, GptqFormat(0, 128, True, 1 + formats.index(version)))
+        default_format = _read_format(config, GptqFormat(0, 128, True, 1 + formats.index(version)))
         rules: list[ModuleRule] = []
         dynamic = config.section("dynamic")
         for name in dynamic.content if dynamic else ():
@@ -191,19 +191,24 @@ class GptqCodec(Codec):
             if name.startswith("-:"):
                 rules.append(expression(dynamic, name, regex))
             elif (part := dynamic.section(name)) is not None:
-                rules.append(expression(dynamic, name, regex, _read_format(part, usual)))
+                rules.append(expression(dynamic, name, regex, _read_format(part, default_format)))
                 part.finish(TOOL_KEYS)
         excluded = exclude(config, config.names("modules_to_not_convert"))
         config.finish(TOOL_KEYS)
-        return Quantisation(config.where, (*excluded, *rules, all_modules(usual)))
+        return Quantisation(config.where, (*excluded, *rules, all_modules(default_format)))
 
 
-def _read_format(config: Entries, usual: GptqFormat) -> GptqFormat:
-    """Read the settings of all modules, or of some. `usual` has those that may be omitted."""
+def _read_format(config: Entries, default_format: GptqFormat) -> GptqFormat:
+    """Read the settings of all modules, or of some.
+
+    `default_format` has those that may be omitted.
+    """
     config.choice("desc_act", choices=(True, False), default=False)
     return GptqFormat(
-        bits=config.choice("bits", choices=(4, 8), default=usual.bits or None),
-        group_size=config.size("group_size", default=usual.group_size or -1),
-        is_symmetric=config.choice("sym", choices=(True, False), default=usual.is_symmetric),
-        version=usual.version,
+        bits=config.choice("bits", choices=(4, 8), default=default_format.bits or None),
+        group_size=config.size("group_size", default=default_format.group_size or -1),
+        is_symmetric=config.choice(
+            "sym", choices=(True, False), default=default_format.is_symmetric
+        ),
+        version=default_format.version,
     )

@@ -114,28 +114,33 @@ class MlxCodec(Codec):
         """Read a quantisation config, or return None if it belongs to another format."""
         if config.method != "mlx":
             return None
-        usual = _read_format(config, None)
+        default_format = _read_format(config, None)
         rules: list[ModuleRule] = []
         for name, value in config.content.items():
             if not isinstance(value, Mapping | bool):
                 continue
-            format = usual if value else None
+            format = default_format if value else None
             if isinstance(value, Mapping) and (part := config.section(name)) is not None:
-                format = _read_format(part, usual)
+                format = _read_format(part, default_format)
                 part.finish()
             config.get(name)
             rules.append(whole_name(name, format))
         config.finish()
-        return Quantisation(config.where, (*rules, all_modules(usual)))
+        return Quantisation(config.where, (*rules, all_modules(default_format)))
 
 
 def _read_format(
-    config: Entries, usual: MlxFormat | MlxMxfp4Format | None
+    config: Entries, default_format: MlxFormat | MlxMxfp4Format | None
 ) -> MlxFormat | MlxMxfp4Format:
-    """Read the settings of all modules, or of one. `usual` has those that may be omitted."""
+    """Read the settings of all modules, or of one.
+
+    `default_format` has those that may be omitted.
+    """
     mode = config.choice("mode", choices=("affine", "mxfp4"), default="affine")
-    usual_bits = 4 if isinstance(usual, MlxMxfp4Format) or usual is None else usual.bits
+    default_bits = default_format.bits if isinstance(default_format, MlxFormat) else 4
     choices = (4, 8) if mode == "affine" else (4,)
-    bits = config.choice("bits", choices=choices, default=usual_bits)
-    group_size = config.size("group_size", default=(usual.group_size if usual else None) or 64)
+    bits = config.choice("bits", choices=choices, default=default_bits)
+    group_size = config.size(
+        "group_size", default=(default_format.group_size if default_format else None) or 64
+    )
     return MlxFormat(bits, group_size) if mode == "affine" else MlxMxfp4Format(group_size)

@@ -47,8 +47,8 @@ QUANTISATION_KEYS = tuple(
 _WEIGHT = ".weight"
 _FORMATS = tuple(dict.fromkeys(format for codec in CODECS for format in codec.formats))
 # Ends of the names of tensors that only quantised modules have, and of those that are ignored.
-_ENDS = {end for each in _FORMATS for end in each.required + each.optional} - {_WEIGHT}
-_UNUSED = {end for each in _FORMATS for end in each.unused}
+_ENDS = {end for format in _FORMATS for end in format.required + format.optional} - {_WEIGHT}
+_UNUSED = {end for format in _FORMATS for end in format.unused}
 _END = re.compile(
     "(" + "|".join(map(re.escape, sorted({*_ENDS, *_UNUSED, _WEIGHT}, key=len))) + ")$"
 )

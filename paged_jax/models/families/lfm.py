@@ -211,9 +211,9 @@ class Lfm2Experts(Lfm2):
     def read_gguf(self, metadata: GgufMetadata, entries: Mapping[str, Any]) -> Mapping[str, Any]:
         """Read the metadata of a GGUF file, see `Family.read_gguf`."""
         metadata.check("expert_gating_func", 2)  # sigmoid
-        read = {**super().read_gguf(metadata, entries), "block_auto_adjust_ff_dim": None}
+        config_entries = {**super().read_gguf(metadata, entries), "block_auto_adjust_ff_dim": None}
         return {
-            **read,
+            **config_entries,
             "use_expert_bias": metadata.has_tensor("exp_probs_b.bias"),
             "norm_topk_prob": True,
             "routed_scaling_factor": metadata.number("expert_weights_scale", 0.0) or 1.0,

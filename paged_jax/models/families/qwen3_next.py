@@ -193,10 +193,10 @@ class Qwen35(Family):
             "linear_value_head_dim": metadata.integer("ssm.inner_size") // max(num_heads, 1),
             "linear_conv_kernel_dim": metadata.integer("ssm.conv_kernel"),
         }
-        every = metadata.integer("full_attention_interval", 4)
+        interval = metadata.integer("full_attention_interval", 4)
         is_recurrent = metadata.booleans("attention.recurrent_layers")
         if is_recurrent is None:
-            return {**sizes, "full_attention_interval": every}
+            return {**sizes, "full_attention_interval": interval}
         return {
             **sizes,
             "layer_types": [
@@ -245,8 +245,8 @@ class Qwen35Experts(Qwen35):
     def read_gguf(self, metadata: GgufMetadata, entries: Mapping[str, Any]) -> Mapping[str, Any]:
         """Read the metadata of a GGUF file, see `Family.read_gguf`."""
         size = metadata.integer("expert_shared_feed_forward_length", 0)
-        read = super().read_gguf(metadata, entries)
-        return {**read, "shared_expert_intermediate_size": size}
+        config_entries = super().read_gguf(metadata, entries)
+        return {**config_entries, "shared_expert_intermediate_size": size}
 
 
 class Qwen3Next(Qwen35Experts):

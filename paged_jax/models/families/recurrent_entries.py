@@ -58,9 +58,9 @@ def read_interval(entries: ConfigEntries) -> list[bool]:
 
     n is the entry ``full_attention_interval``, by default 4.
     """
-    every = read_integer(entries, "full_attention_interval", 4)
-    check_positive("LlamaConfig", full_attention_interval=every)
-    return [(layer + 1) % every > 0 for layer in range(read_num_layers(entries))]
+    interval = read_integer(entries, "full_attention_interval", 4)
+    check_positive("LlamaConfig", full_attention_interval=interval)
+    return [(layer + 1) % interval > 0 for layer in range(read_num_layers(entries))]
 
 
 def read_delta_net(entries: ConfigEntries, norm_eps: float) -> GatedDeltaNet:

@@ -180,8 +180,8 @@ def choose_object(
         full_parameters = read_object(parameters, FULL, f"rope_parameters of {FULL!r}")
         theta = full_parameters.get("rope_theta")
     kind = scaling.get("rope_type", scaling.get("type"))
-    used = {"rope_theta": theta, **scaling, "rope_type": kind, "type": kind}
-    if any(used.get(key) != value for key, value in full_parameters.items()):
+    merged = {"rope_theta": theta, **scaling, "rope_type": kind, "type": kind}
+    if any(merged.get(key) != value for key, value in full_parameters.items()):
         raise UnsupportedConfigError(
             "LlamaConfig: rope_scaling must be null or agree with rope_parameters, got "
             f"rope_scaling {dict(scaling)!r} and rope_parameters {dict(full_parameters)!r}. "

@@ -69,9 +69,9 @@ def read_pattern_windows(
       default: length of the pattern if the entry is missing.
       full: index in the pattern of the layer without a window; the last one by default.
     """
-    every = read_integer(entries, "sliding_window_pattern", default)
-    check_positive("LlamaConfig", sliding_window_pattern=every)
-    return read_windows(entries, lambda layer: layer % every == full % every)
+    interval = read_integer(entries, "sliding_window_pattern", default)
+    check_positive("LlamaConfig", sliding_window_pattern=interval)
+    return read_windows(entries, lambda layer: layer % interval == full % interval)
 
 
 def write_windows(config: ModelConfig) -> dict[str, Any]:

@@ -178,15 +178,15 @@ class GgufTensor(QuantisedTensor):
 
     def _read_file_rows(self, rows: slice) -> np.ndarray:
         """Read the bytes of the given rows, uint8 ``[rows, row_bytes]``."""
-        places = self._file_rows(rows)
-        first = int(places.min())
-        data = self._read_bytes(first, int(places.max()) + 1)
-        return data if self.row_order is None else data[places - first]
+        row_indices = self._file_rows(rows)
+        first = int(row_indices.min())
+        data = self._read_bytes(first, int(row_indices.max()) + 1)
+        return data if self.row_order is None else data[row_indices - first]
 
     def _file_rows(self, rows: slice) -> np.ndarray:
         """Return the index in the file of each of the given rows of the Hugging Face tensor."""
-        places = np.arange(*rows.indices(self.shape[0]))
-        return places if self.row_order is None else self.row_order[places]
+        row_indices = np.arange(*rows.indices(self.shape[0]))
+        return row_indices if self.row_order is None else self.row_order[row_indices]
 
     def _read_bytes(self, start: int, stop: int) -> np.ndarray:
         """Read consecutive rows of the tensor in the file, uint8 ``[stop - start, row_bytes]``."""

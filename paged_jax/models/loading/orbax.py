@@ -131,9 +131,11 @@ def load_checkpoint(
     stacks = scan_layers and restored_formats.differing == formats.differing
     changed = dataclasses.replace(spec, scan_layers=stacks)
     targets = _targets(dataclasses.replace(changed, formats=restored_formats))
-    final = _targets(changed)
+    final_targets = _targets(changed)
     targets = {
-        name: target if name in final and final[name].shape == target.shape else _whole(target)
+        name: target
+        if name in final_targets and final_targets[name].shape == target.shape
+        else _whole(target)
         for name, target in targets.items()
     }
     if was_stacked != stacks:
@@ -142,7 +144,7 @@ def load_checkpoint(
         arrays = _restore_in_parts(path, stored, targets)
     with loading_bar(_num_bytes(targets), is_shown=show_progress) as advance:
         counted = _counted(arrays, advance)
-        by_name = dict(_change_formats(counted, restored_formats, formats, final))
+        by_name = dict(_change_formats(counted, restored_formats, formats, final_targets))
 
     def find(name: str, shape: Shape, _: Any) -> jax.Array:
         if name in by_name:
@@ -325,8 +327,8 @@ def _change_formats(
             continue
         del array
         names = [matrix + suffix for suffix in ("", *SUFFIXES) if matrix + suffix in targets]
-        places = tuple(targets[name].sharding for name in names)
-        change = _changer(source[matrix], target[matrix], is_stacked(matrix), places)
+        shardings = tuple(targets[name].sharding for name in names)
+        change = _changer(source[matrix], target[matrix], is_stacked(matrix), shardings)
         stored_arrays = parts.pop(matrix)
         results = change(WeightArrays(*(stored_arrays.get(suffix) for suffix in ("", *SUFFIXES))))
         del stored_arrays, matrix_arrays
@@ -338,12 +340,12 @@ def _changer(
     source: WeightFormat,
     target: WeightFormat,
     is_stacked: bool,
-    places: tuple[jax.sharding.Sharding, ...],
+    shardings: tuple[jax.sharding.Sharding, ...],
 ) -> Callable[[WeightArrays], list[jax.Array]]:
     def change(arrays: WeightArrays) -> list[jax.Array]:
         return jax.tree.leaves(change_format(arrays, source, target, is_stacked=is_stacked))
 
-    return jax.jit(change, out_shardings=list(places))
+    return jax.jit(change, out_shardings=list(shardings))
 
 
 def _damaged(path: Path, error: Exception) -> WeightsError:
@@ -358,9 +360,9 @@ def _convert(
 
     To save memory, only one parameter (such as ``qkv_proj`` of all layers) is converted at a time.
     """
-    outside = {name: target for name, target in targets.items() if name in stored}
-    yield from _restore(path, stored, outside).items()
-    for kind in sorted({name.split(".")[-1] for name in targets.keys() - outside.keys()}):
+    outer_targets = {name: target for name, target in targets.items() if name in stored}
+    yield from _restore(path, stored, outer_targets).items()
+    for kind in sorted({name.split(".")[-1] for name in targets.keys() - outer_targets.keys()}):
         stack, layers = f"layers.{kind}", [f"layers.{i}.{kind}" for i in range(num_layers)]
         if stack in stored:
             stacked = _restore(path, stored, {stack: _stacked(targets[layers[0]], num_layers)})

@@ -236,15 +236,15 @@ def _runs_of_rows(
     """
     rows = mapping.rows[part]
     # Sort by the row in the file. Otherwise, rows permuted by `row_order` would not form runs.
-    places = np.argsort(rows, axis=None)
-    rows_in_file = rows.ravel()[places]
+    order = np.argsort(rows, axis=None)
+    rows_in_file = rows.ravel()[order]
     max_rows = max(1, READ_ELEMENTS // row_elements)
     gaps = (np.flatnonzero(np.diff(rows_in_file) != 1) + 1).tolist()
     for begin, end in itertools.pairwise([0, *gaps, len(rows_in_file)]):
         for start in range(begin, end, max_rows):
             stop = min(start + max_rows, end)
             first, last = rows_in_file[[start, stop - 1]].tolist()
-            yield slice(first, last + 1), np.unravel_index(places[start:stop], rows.shape)
+            yield slice(first, last + 1), np.unravel_index(order[start:stop], rows.shape)
 
 
 def _overlaps(

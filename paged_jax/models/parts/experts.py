@@ -631,7 +631,7 @@ def apply_experts(
     """
     k = routes.experts.shape[1]
     X = weights.gate_up_proj.shape[0]
-    order, places = sort_by_expert(routes.experts)
+    order, positions = sort_by_expert(routes.experts)
     expert_ids = jnp.arange(X, dtype=jnp.int32)[:, None, None]
     sizes = jnp.sum(routes.experts[None] == expert_ids, axis=(1, 2), dtype=jnp.int32)
     expert = jnp.minimum(routes.experts.reshape(-1)[order], X - 1)
@@ -646,7 +646,7 @@ def apply_experts(
     hidden = project(inputs, weights.gate_up_proj, weights.gate_up_bias)
     hidden = activation(hidden[:, 0], hidden[:, -1])
     out = project(hidden, weights.down_proj, weights.down_bias)
-    of_tokens = jnp.where((routes.experts < X)[..., None], out[places], 0)
+    of_tokens = jnp.where((routes.experts < X)[..., None], out[positions], 0)
     if not scales_inputs:
         of_tokens = rounded(of_tokens * routes.weights[..., None], backend)
     return _sum_in_order(of_tokens)
@@ -676,9 +676,9 @@ def sort_by_expert(experts: jax.Array) -> tuple[jax.Array, jax.Array]:
     this, other = flat[:, None], flat[None]
     # With `where`, XLA fuses condition and sum into one GPU kernel. With `|` it makes two.
     is_before = jnp.where(index[None] < index[:, None], other <= this, other < this)
-    places = jnp.sum(is_before, axis=1, dtype=jnp.int32)
-    order = jnp.sum(jnp.where(places[None] == index[:, None], index[None], 0), axis=1)
-    return order, places.reshape(experts.shape)
+    positions = jnp.sum(is_before, axis=1, dtype=jnp.int32)
+    order = jnp.sum(jnp.where(positions[None] == index[:, None], index[None], 0), axis=1)
+    return order, positions.reshape(experts.shape)
 
 
 def _sum_in_order(x: jax.Array) -> jax.Array:

@@ -109,8 +109,8 @@ class Detokenizer:
             return ""
         # If decoding the two parts of a split separately also gives `text`, the split is not inside
         # a character. The text before such a split is final.
-        places = (at for at, parts in enumerate(splits, 1) if "".join(parts) == text)
-        at = next(places, count - _MAX_OPEN_BYTES if count >= _MAX_PENDING else 0)
+        cuts = (at for at, parts in enumerate(splits, 1) if "".join(parts) == text)
+        at = next(cuts, count - _MAX_OPEN_BYTES if count >= _MAX_PENDING else 0)
         return self._hand_out(splits[at - 1][0], at) if at else ""
 
     def _split(self, at: int) -> tuple[str, str]:

@@ -113,8 +113,8 @@ class _TokenizerReader:
         self._tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(tokens)]
         self._ids = {token: index for index, token in enumerate(self._tokens)}
         if len(self._ids) < len(self._tokens):
-            twice = next(token for i, token in enumerate(self._tokens) if self._ids[token] != i)
-            raise self._error(f"tokens must be distinct, got {twice!r} more than once")
+            duplicate = next(token for i, token in enumerate(self._tokens) if self._ids[token] != i)
+            raise self._error(f"tokens must be distinct, got {duplicate!r} more than once")
         types = self._get("token_type")
         self._types = self._numbers("token_type", np.full(len(tokens), _NORMAL), types)
 

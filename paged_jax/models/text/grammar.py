@@ -112,9 +112,9 @@ class GrammarCompiler:
     def _keep(self, constraint: StructuredOutputsParams, grammar: "Grammar") -> None:
         self._alive[constraint] = self._kept[constraint] = grammar
         self._kept.move_to_end(constraint)
-        long = [key for key, cached in self._kept.items() if cached.num_chars > _LONG]
-        if len(long) > _NUM_LONG:
-            del self._kept[long[0]]
+        long_keys = [key for key, cached in self._kept.items() if cached.num_chars > _LONG]
+        if len(long_keys) > _NUM_LONG:
+            del self._kept[long_keys[0]]
         if len(self._kept) > _NUM_KEPT:
             self._kept.popitem(last=False)
 

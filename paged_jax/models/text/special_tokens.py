@@ -84,8 +84,8 @@ def add_special_tokens(
             token.special |= token.content in names
             added.append(token)
     backend.add_tokens(added)
-    stated = [(token_id, token.content) for token_id, token in tokens.stated.items()]
-    _check_ids(backend, folder / tokens.file, stated)
+    stated_ids = [(token_id, token.content) for token_id, token in tokens.stated.items()]
+    _check_ids(backend, folder / tokens.file, stated_ids)
     return {name: token.content for name, token in tokens.named.items()}
 
 
@@ -221,10 +221,10 @@ def _read_special_tokens(folder: Path, config: Mapping[str, object]) -> _Special
         return _SpecialTokens(named, extra, tokens, _CONFIG)
     path = folder / "special_tokens_map.json"
     tokens_map = read_optional(path)
-    replaced, more = _named_and_extra(path, tokens_map)
+    replaced, mapped_extra = _named_and_extra(path, tokens_map)
     named = {name: token for name, token in named.items() if name not in tokens_map} | replaced
     if not extra or "extra_special_tokens" in tokens_map:
-        extra += more
+        extra += mapped_extra
     special = {token.content for token in (*named.values(), *extra)}
     path = folder / "added_tokens.json"
     tokens = {

@@ -169,19 +169,21 @@ def find_support(render: Callable[..., str]) -> ToolSupport:
 
     prompt = rendered()
     text = rendered({"role": "assistant", "content": _TEXT})
-    called = rendered(_calling(1))
+    one_call = rendered(_calling(1))
     tool_format = None
-    if called is not None and f"{HARMONY.before_name}{_NAMES[0]}" in called:
+    if one_call is not None and f"{HARMONY.before_name}{_NAMES[0]}" in one_call:
         tool_format = HARMONY
-    elif text is not None and called is not None:
-        tool_format = _find_format(text, called, rendered(_calling(2)))
-        if tool_format is not None and _PROBE_ID in called:
+    elif text is not None and one_call is not None:
+        tool_format = _find_format(text, one_call, rendered(_calling(2)))
+        if tool_format is not None and _PROBE_ID in one_call:
             # If a template rejects an id, `ChatTemplate` replaces the id.
-            long = rendered(_calling(1, _LONG_ID))
-            tool_format = replace(tool_format, has_short_ids=long is None or _LONG_ID not in long)
+            long_call = rendered(_calling(1, _LONG_ID))
+            tool_format = replace(
+                tool_format, has_short_ids=long_call is None or _LONG_ID not in long_call
+            )
     return ToolSupport(
         shows_tools=prompt is None or _NAMES[0] in prompt,
-        writes_calls=called is None or _VALUE in called,
+        writes_calls=one_call is None or _VALUE in one_call,
         format=tool_format,
     )
 
@@ -207,18 +209,18 @@ class _Call(NamedTuple):
     after: str
 
 
-def _find_format(text: str, called: str, twice: str | None) -> ToolFormat | None:
+def _find_format(text: str, one_call: str, two_calls: str | None) -> ToolFormat | None:
     """Derive the format of tool calls from rendered chats; None if it cannot be recognised.
 
     Args:
       text: a rendered chat that ends with a message with the content `_TEXT`.
-      called: the same chat with one call instead of the content.
-      twice: the same chat with two calls; None if the template rejects two calls.
+      one_call: the same chat with one call instead of the content.
+      two_calls: the same chat with two calls; None if the template rejects two calls.
     """
     head, _, tail = text.rpartition(_TEXT)
-    if _TEXT not in text or not called.startswith(head.rstrip()):
+    if _TEXT not in text or not one_call.startswith(head.rstrip()):
         return None
-    call = _divide(called[len(head.rstrip()) :], _NAMES[0])
+    call = _divide(one_call[len(head.rstrip()) :], _NAMES[0])
     if call is None:
         return None
     after = call.after.removesuffix(tail)
@@ -232,7 +234,7 @@ def _find_format(text: str, called: str, twice: str | None) -> ToolFormat | None
     tool_format = _with_arguments(call._replace(after=after))
     if tool_format is None:
         return None
-    return _with_affixes(tool_format, _gap(called, twice, head), call.before)
+    return _with_affixes(tool_format, _gap(one_call, two_calls, head), call.before)
 
 
 def _divide(written: str, name: str) -> _Call | None:
@@ -252,21 +254,21 @@ def _divide(written: str, name: str) -> _Call | None:
     return _Call(before, after[:start], after[start:end], after[end:])
 
 
-def _gap(called: str, twice: str | None, head: str) -> str | None:
+def _gap(one_call: str, two_calls: str | None, head: str) -> str | None:
     """Return the text between the arguments of a call and the name of the next call.
 
     The result is None if this text is unknown.
 
     Args:
-      called: a rendered chat with one call.
-      twice: the same chat with two calls.
+      one_call: a rendered chat with one call.
+      two_calls: the same chat with two calls.
       head: text before the calls, which is the same in both chats.
     """
-    if twice is None or not twice.startswith(head.rstrip()):
+    if two_calls is None or not two_calls.startswith(head.rstrip()):
         return None
-    first = _divide(twice[len(head.rstrip()) :], _NAMES[0])
+    first = _divide(two_calls[len(head.rstrip()) :], _NAMES[0])
     gap, separator, _ = ("", "", "") if first is None else first.after.partition(_NAMES[1])
-    return gap if separator and called != twice else None
+    return gap if separator and one_call != two_calls else None
 
 
 def _with_arguments(call: _Call) -> ToolFormat | None:

@@ -345,15 +345,15 @@ class ToolGrammars:
         Raises:
           ArgumentError: the schema of a strict tool is not supported.
         """
-        failing = []
+        failing_indices = []
         for index, tool in enumerate(tools[:_MAX_CHECKS]):
             if (error := self._tool_failure(tool)) is not None:
-                failing.append(index)
+                failing_indices.append(index)
                 if tool["function"].get("strict"):
                     raise _strict_error(tool, error)
         supported = list(tools)
-        for index in failing:
-            supported[index] = self._loosened(tools[index], _MAX_CHECKS // len(failing))
+        for index in failing_indices:
+            supported[index] = self._loosened(tools[index], _MAX_CHECKS // len(failing_indices))
         return supported
 
     def _loosened(self, tool: Tool, max_checks: int) -> Tool:
@@ -366,17 +366,17 @@ class ToolGrammars:
                 name: self._supported_argument(tool, name, argument, shared)
                 for name, argument in properties.items()
             }
-            looser = _with_parameters(tool, {**schema, "properties": bound})
-            if self._tool_failure(looser) is None:
-                return looser
+            loosened_tool = _with_parameters(tool, {**schema, "properties": bound})
+            if self._tool_failure(loosened_tool) is None:
+                return loosened_tool
         return _with_parameters(tool, _ANY_OBJECT)
 
     def _supported_argument(
         self, tool: Tool, name: str, schema: Any, shared: Mapping[str, Any]
     ) -> Any:
         """Return the schema of an argument; only its type if the whole schema is not supported."""
-        alone = {"type": "object", "properties": {name: schema}, **shared}
-        if self._tool_failure(_with_parameters(tool, alone)) is None:
+        single_property = {"type": "object", "properties": {name: schema}, **shared}
+        if self._tool_failure(_with_parameters(tool, single_property)) is None:
             return schema
         kind = schema.get("type") if isinstance(schema, Mapping) else None
         return {"type": kind} if kind in _TYPES else {}

@@ -336,10 +336,10 @@ def _pattern(text: str) -> str:
 def _python_calls(source: str) -> list[list[AnswerDelta]] | None:
     """Parse a list of Python calls; None if `source` is not such a list."""
     try:
-        [listed] = ast.parse(source.strip()).body
-        assert isinstance(listed, ast.Expr) and isinstance(listed.value, ast.List)
+        [statement] = ast.parse(source.strip()).body
+        assert isinstance(statement, ast.Expr) and isinstance(statement.value, ast.List)
         calls = []
-        for call in listed.value.elts:
+        for call in statement.value.elts:
             assert isinstance(call, ast.Call) and not call.args
             arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
             text = json.dumps(arguments, ensure_ascii=False)
