@@ -104,7 +104,7 @@ def write(args: WriteArgs, interpret: Interpret = False) -> Pools:
     if args.v is not None and pools.v is not None:
         new.append(padded(args.v, pools.v))
     places = _find_places(args, num_tokens, padding)
-    whole = pl.BlockSpec(memory_space=pl.ANY)
+    any_memory = pl.BlockSpec(memory_space=pl.ANY)
     call = pl.pallas_call(
         functools.partial(_kernel, num_pools=len(arrays)),
         out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in arrays],
@@ -113,9 +113,9 @@ def write(args: WriteArgs, interpret: Interpret = False) -> Pools:
             grid=(num_steps,),
             in_specs=[
                 *(pl.BlockSpec((num_tokens, K, x.shape[-1]), _token_index_map) for x in new),
-                *(whole for _ in arrays),
+                *(any_memory for _ in arrays),
             ],
-            out_specs=[whole for _ in arrays],
+            out_specs=[any_memory for _ in arrays],
             scratch_shapes=[
                 *(pltpu.VMEM((num_tokens, K, _TILE, x.shape[-1]), x.dtype) for x in arrays),
                 pltpu.SemaphoreType.DMA((2, len(arrays))),
