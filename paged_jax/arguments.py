@@ -294,16 +294,16 @@ _SAMPLING_NAMES = {name: line[0] for line in _read(_SAMPLING) for name in line}
 
 
 def suggest(
-    name: str, known: Collection[str], synonyms: Mapping[str, str] | None = None
+    name: str, valid_names: Collection[str], synonyms: Mapping[str, str] | None = None
 ) -> str | None:
-    """Return the name in `known` that the user probably meant by `name`.
+    """Return the name in `valid_names` that the user probably meant by `name`.
 
     The first choice is the name that means the same here as `name` does in another library. The
     second choice is a name with a similar spelling. Returns None if there is neither.
 
     Args:
       name: the unknown name that the user wrote.
-      known: the valid names.
+      valid_names: the valid names.
       synonyms: maps names of another library to names of this library. It is searched before the
         tables of this module.
 
@@ -313,18 +313,18 @@ def suggest(
       >>> suggest("temprature", ["temperature"])
       'temperature'
     """
-    if synonyms is not None and synonyms.get(name) in known:
+    if synonyms is not None and synonyms.get(name) in valid_names:
         return synonyms[name]
-    for first, *others in _LINES:
-        if name in others and first in known:
+    for first, *aliases in _LINES:
+        if name in aliases and first in valid_names:
             return first
-    close = get_close_matches(name, known, n=1)
+    close = get_close_matches(name, valid_names, n=1)
     return close[0] if close else None
 
 
 def refuse_unknown(
     function: str,
-    known: Collection[str],
+    valid_names: Collection[str],
     unknown: Iterable[str],
     synonyms: Mapping[str, str] | None = None,
 ) -> None:
@@ -334,7 +334,7 @@ def refuse_unknown(
 
     Args:
       function: name of the function, for the error message.
-      known: names of the arguments that the function has.
+      valid_names: names of the arguments that the function has.
       unknown: names of the unknown arguments that the user passed.
       synonyms: see `suggest`.
 
@@ -347,19 +347,23 @@ def refuse_unknown(
       TypeError: Engine: mem_fraction_static is not an argument. Did you mean memory_fraction?
     """
     for name in unknown:
-        raise TypeError(f"{function}: {name} is not an argument.{_hint(name, known, synonyms)}")
+        raise TypeError(
+            f"{function}: {name} is not an argument.{_hint(name, valid_names, synonyms)}"
+        )
 
 
-def _hint(name: str, known: Collection[str], synonyms: Mapping[str, str] | None = None) -> str:
+def _hint(
+    name: str, valid_names: Collection[str], synonyms: Mapping[str, str] | None = None
+) -> str:
     if (text := advise(name)) is not None and not any(
-        name in others and first in known for first, *others in _LINES
+        name in aliases and first in valid_names for first, *aliases in _LINES
     ):
         return f" {text}"
-    holders = [each for each in ("sampling_params", "params") if each in known]
-    meant = suggest(name, known, synonyms)
-    if holders and name in _SAMPLING_NAMES and meant not in holders:
+    holders = [candidate for candidate in ("sampling_params", "params") if candidate in valid_names]
+    suggestion = suggest(name, valid_names, synonyms)
+    if holders and name in _SAMPLING_NAMES and suggestion not in holders:
         return f" Did you mean {holders[0]}=SamplingParams({_SAMPLING_NAMES[name]}=...)?"
-    return "" if meant is None else f" Did you mean {meant}?"
+    return "" if suggestion is None else f" Did you mean {suggestion}?"
 
 
 def names_arguments(function: T, forwards_to: Callable[..., Any] | None = None) -> T:
@@ -380,25 +384,27 @@ def names_arguments(function: T, forwards_to: Callable[..., Any] | None = None) 
       TypeError: attend: window is not an argument. Did you mean sliding_window?
     """
     if isinstance(function, type):
-        made: Any = function
-        made.__init__ = _checked(made.__init__, made.__name__)
-        return made
+        wrapped: Any = function
+        wrapped.__init__ = _checked(wrapped.__init__, wrapped.__name__)
+        return wrapped
     return _checked(function, function.__qualname__, forwards_to)
 
 
 def _checked(function: Any, name: str, forwards_to: Any = None) -> Any:
     parameters = list(inspect.signature(function).parameters.values())
-    has_options = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    has_options = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     assert has_options == (forwards_to is not None), f"{name} must say who gets its **options"
     if forwards_to is not None:
         parameters += inspect.signature(forwards_to).parameters.values()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    known = {each.name for each in parameters if each.kind in named}
+    valid_names = {parameter.name for parameter in parameters if parameter.kind in named}
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if not kwargs.keys() <= known:
-            refuse_unknown(name, known - {"self", "cls"}, [k for k in kwargs if k not in known])
+        if not kwargs.keys() <= valid_names:
+            refuse_unknown(
+                name, valid_names - {"self", "cls"}, [k for k in kwargs if k not in valid_names]
+            )
         return function(*args, **kwargs)
 
     return checked

@@ -96,7 +96,8 @@ class Result:
         """
         values = self.milliseconds()
         return self.error is None and all(
-            not values[name] or float(np.mean(values[name])) <= most for name, most in goals.items()
+            not values[name] or float(np.mean(values[name])) <= limit
+            for name, limit in goals.items()
         )
 
 
@@ -295,11 +296,11 @@ async def _send_all(args: argparse.Namespace, prompts: list[str]) -> tuple[float
         base_url=base_url, headers=headers, limits=limits, timeout=None
     ) as client:
         model = args.model or await _first_model(client)
-        places = asyncio.Semaphore(args.max_concurrency or len(prompts))
+        semaphore = asyncio.Semaphore(args.max_concurrency or len(prompts))
         draw = random.Random(args.seed)
 
         async def send(prompt: str, bar: tqdm) -> Result:
-            async with places:
+            async with semaphore:
                 result = await _send(client, args, model, prompt)
                 bar.update()
                 return result
@@ -417,11 +418,11 @@ def summarise(results: list[Result], seconds: float, goals: Mapping[str, float])
     if goals:
         report["goodput_requests_per_second"] = sum(x.meets(goals) for x in results) / seconds
     for name in _METRICS:
-        numbers = [number for each in values for number in each[name]]
-        if numbers:
-            percentiles = np.percentile(numbers, _PERCENTILES).tolist()
+        measurements = [number for request_values in values for number in request_values[name]]
+        if measurements:
+            percentiles = np.percentile(measurements, _PERCENTILES).tolist()
             report[f"{name}_ms"] = {
-                "mean": float(np.mean(numbers)),
+                "mean": float(np.mean(measurements)),
                 **{f"p{p}": value for p, value in zip(_PERCENTILES, percentiles, strict=True)},
             }
     return report
@@ -442,9 +443,9 @@ def table(report: Mapping[str, Any]) -> list[str]:
     columns = ("mean", *(f"p{p}" for p in _PERCENTILES))
     lines += ["", f"{'milliseconds':<32}" + "".join(f"{column:>10}" for column in columns)]
     for name, text in _METRICS.items():
-        if figures := report.get(f"{name}_ms"):
+        if statistics := report.get(f"{name}_ms"):
             label = f"{text} ({name})"
-            lines.append(f"{label:<32}" + "".join(f"{figures[c]:>10.1f}" for c in columns))
+            lines.append(f"{label:<32}" + "".join(f"{statistics[c]:>10.1f}" for c in columns))
     return lines
 
 

@@ -211,8 +211,8 @@ def snapshot(engine: "Engine") -> CacheMap:
         ref_counts=counts.tolist(),
         is_cached=is_cached.tolist(),
         digests=[
-            names[16 * block : 16 * block + 16] if found else ""
-            for block, found in enumerate(is_cached.tolist())
+            names[16 * block : 16 * block + 16] if is_block_cached else ""
+            for block, is_block_cached in enumerate(is_cached.tolist())
         ],
         free_order=np.roll(queue, -head)[: (counts == 0).sum()].tolist(),
         sequences=[running(s, s.slot) for s in engine.sequences if s.slot is not None],
@@ -299,9 +299,9 @@ def changes(before: CacheMap, after: CacheMap) -> list[CacheEvent]:
       >>> [event.kind for event in changes(before, snapshot(engine))]
       ['admit']
     """
-    found = _Comparison(before, after)
-    events = found.preemptions() + found.admissions() + found.evictions()
-    return events + found.copies_on_write() + found.ends()
+    comparison = _Comparison(before, after)
+    events = comparison.preemptions() + comparison.admissions() + comparison.evictions()
+    return events + comparison.copies_on_write() + comparison.ends()
 
 
 _Sample = RunningSample | WaitingSample
@@ -361,11 +361,11 @@ class _Comparison:
     def preemptions(self) -> list[CacheEvent]:
         events: list[CacheEvent] = []
         for key, sample in self._new.items():
-            waits = isinstance(sample, WaitingSample)
-            if self._is_preempted(sample) or (waits and key in self._old_running):
+            is_waiting = isinstance(sample, WaitingSample)
+            if self._is_preempted(sample) or (is_waiting and key in self._old_running):
                 block_ids = self._old_blocks(key)
                 text = f"{_name(sample)} lost its slot" + _insert_count(block_ids, " and {}")
-                if waits and sample.is_swapped and block_ids:
+                if is_waiting and sample.is_swapped and block_ids:
                     text += ", which went to host memory"
                 events.append(CacheEvent("preempt", sample.request_id, block_ids, text))
         return events
@@ -393,8 +393,10 @@ class _Comparison:
         return events
 
     def copies_on_write(self) -> list[CacheEvent]:
-        forked = dict.fromkeys(s.request_id for s in self._samples_with_new_slot() if s.is_fork)
-        return [event for request_id in forked for event in self._copies_of(request_id)]
+        request_ids = dict.fromkeys(
+            s.request_id for s in self._samples_with_new_slot() if s.is_fork
+        )
+        return [event for request_id in request_ids for event in self._copies_of(request_id)]
 
     def ends(self) -> list[CacheEvent]:
         def event(key: tuple[str, int], sample: _Sample) -> CacheEvent:
@@ -415,8 +417,8 @@ class _Comparison:
             return " as a copy of another sample's"
         if isinstance(old, WaitingSample) and old.is_swapped:
             return ", with its blocks from host memory"
-        found = [block for block in sample.block_ids if self._is_kept(block)]
-        return _insert_count(found, " and found {} in the cache")
+        cached_blocks = [block for block in sample.block_ids if self._is_kept(block)]
+        return _insert_count(cached_blocks, " and found {} in the cache")
 
     def _copies_of(self, request_id: str) -> list[CacheEvent]:
         """Return the copy-on-write events of a request that was forked between the two states.
@@ -425,30 +427,30 @@ class _Comparison:
         not the first of its block, the block has earlier tokens, so all samples share it. The
         sample with the highest slot then writes to it, and each other sample to its own copy.
         """
-        present = [s for s in self._new.values() if s.request_id == request_id]
-        settled = [s for s in present if not self._is_preempted(s)]
+        samples = [s for s in self._new.values() if s.request_id == request_id]
+        settled = [s for s in samples if not self._is_preempted(s)]
         running = [s for s in settled if isinstance(s, RunningSample)]
         writers = sorted((s for s in running if s.is_fork or not s.sample), key=lambda s: s.slot)
         column, offset = divmod(writers[0].num_prompt_tokens - 1, self._after.block_size)
         if not offset:
             return []
-        found = [self._blocks_at(writer, column) for writer in writers]
-        if not all(found):  # a sample has already freed this block
+        block_lists = [self._blocks_at(writer, column) for writer in writers]
+        if not all(block_lists):  # a sample has already freed this block
             return []
-        blocks = [block for [block] in found]
+        blocks = [block for [block] in block_lists]
         shared: list[int] = []
-        if len(settled) == len(present):
+        if len(settled) == len(samples):
             old = self._old_running.get((request_id, 0))
             shared = [] if old is None else self._blocks_at(old, column)
-            if not shared and len(present) == writers[0].num_samples:
+            if not shared and len(samples) == writers[0].num_samples:
                 shared = blocks[-1:]
         # All samples that do not hold the shared block got a copy. The sample that kept the
         # shared block may have finished.
-        [kept] = shared or blocks[-1:]
+        [shared_block] = shared or blocks[-1:]
         events: list[CacheEvent] = []
         for writer, block in zip(writers, blocks, strict=True):
-            if block != kept:
-                origin = f" of block {kept}" if shared else ""
+            if block != shared_block:
+                origin = f" of block {shared_block}" if shared else ""
                 text = f"{_name(writer)} got a copy{origin} to write into, block {block}"
                 events.append(CacheEvent("copy_on_write", request_id, [*shared, block], text))
         return events

@@ -82,24 +82,24 @@ def make_parser() -> Parser:
 def _run(args: Any, status: Status) -> None:
     join_processes(args)
     options = {"max_num_seqs": 1, "steps_per_dispatch": 1, **engine_options(args)}
-    given = given_params(args)
-    SamplingParams(**given)  # raises an error for invalid parameters before the model is loaded
+    kwargs = given_params(args)
+    SamplingParams(**kwargs)  # raises an error for invalid parameters before the model is loaded
     status.say("loading the model")
     llm = LLM(**options, on_compile=status.say)
     if not distributed.is_leader():
         status.clear()
         llm.follow()
         return
-    params = recommended_params(llm, given, default_max_tokens=_MAX_TOKENS)
+    params = recommended_params(llm, kwargs, default_max_tokens=_MAX_TOKENS)
     conversation = Conversation(llm, params, args.system)
     status.clear()
     for message in _read_messages():
         if message in _RESET:
             conversation.clear()
         elif message == _STATS:
-            described = conversation.describe()  # may compile a program and show a status line
+            description = conversation.describe()  # may compile a program and show a status line
             status.clear()
-            print(described, file=sys.stderr)
+            print(description, file=sys.stderr)
         elif message == _HELP:
             print(_COMMANDS, file=sys.stderr)
         elif message in _EXIT:

@@ -67,7 +67,9 @@ _EXAMPLES = "examples:"
 
 # The options that select the model.
 MODEL_OPTIONS = [
-    each for each in options_of(EngineConfig) if each.name in ("model", "revision", "download")
+    option
+    for option in options_of(EngineConfig)
+    if option.name in ("model", "revision", "download")
 ]
 
 
@@ -99,12 +101,12 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
         version = f"paged_jax {__version__}"
-        self._given: list[str] = []
+        self._argv: list[str] = []
         self.add_argument("--version", action="version", version=version)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse arguments. Store them, because hints in error messages depend on them."""
-        self._given = sys.argv[1:] if args is None else list(args)
+        self._argv = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -148,9 +150,9 @@ class Parser(argparse.ArgumentParser):
         match = _CALLABLE.match(message)
         if match is None:
             return message
-        name, rest = match[1], message[match.end() :]
+        name, suffix = match[1], message[match.end() :]
         flag = _option_flags().get(name, f"--{name.replace('_', '-')}")
-        return (flag if flag in self._option_string_actions else name) + rest
+        return (flag if flag in self._option_string_actions else name) + suffix
 
     def _hint(self, message: str) -> str:
         """Return a sentence with the flag that the user probably meant; "" for no suggestion.
@@ -159,9 +161,9 @@ class Parser(argparse.ArgumentParser):
           message: argparse's error about unrecognized or missing arguments.
         """
         if message.endswith(" required"):
-            if self._given and not self._given[0].startswith("-"):
-                return self._positional_hint(self._given[0])
-            for word in self._given:
+            if self._argv and not self._argv[0].startswith("-"):
+                return self._positional_hint(self._argv[0])
+            for word in self._argv:
                 if (flag := _OTHER_FLAGS.get(word)) and flag in message.split():
                     return f". Did you mean {flag} instead of {word}?"
         unknown = message.removeprefix("unrecognized arguments: ")
@@ -172,26 +174,26 @@ class Parser(argparse.ArgumentParser):
             for option in self._option_string_actions
             if option.startswith("--")
         }
-        given = unknown.split()[0].partition("=")[0]
-        if given in _OTHER_FLAGS:
-            flag = _OTHER_FLAGS[given]
+        argument = unknown.split()[0].partition("=")[0]
+        if argument in _OTHER_FLAGS:
+            flag = _OTHER_FLAGS[argument]
             is_known = flag in self._option_string_actions or not flag.startswith("-")
             return f". Did you mean {flag}?" if is_known else ""
-        if not given.startswith("-"):
-            return self._positional_hint(given)
-        wanted = given.lstrip("-").replace("-", "_")
-        if wanted not in names and (advice := advise(wanted)) is not None:
+        if not argument.startswith("-"):
+            return self._positional_hint(argument)
+        option = argument.lstrip("-").replace("-", "_")
+        if option not in names and (advice := advise(option)) is not None:
             return f". {advice.rstrip('.')}"
-        meant = wanted if wanted in names else suggest(wanted, names, VLLM_NAMES)
-        return "" if meant is None else f". Did you mean {names[meant]}?"
+        suggestion = option if option in names else suggest(option, names, VLLM_NAMES)
+        return "" if suggestion is None else f". Did you mean {names[suggestion]}?"
 
-    def _positional_hint(self, given: str) -> str:
+    def _positional_hint(self, argument: str) -> str:
         """Return a hint for a value that was given without its flag; "" for no hint."""
-        if given == "serve":  # as in `vllm bench serve`
+        if argument == "serve":  # as in `vllm bench serve`
             return ". Leave out serve"
-        flags = [each for each in ("--prompt", "--model") if each in self._option_string_actions]
-        new = [flag for flag in flags if flag not in self._given]
-        return f". Did you mean {new[0]} {shlex.quote(given)}?" if new else ""
+        flags = [flag for flag in ("--prompt", "--model") if flag in self._option_string_actions]
+        new = [flag for flag in flags if flag not in self._argv]
+        return f". Did you mean {new[0]} {shlex.quote(argument)}?" if new else ""
 
 
 def program_name(command: str) -> str:
@@ -258,16 +260,16 @@ def read_prompts(flag: str, file: str) -> list[Any]:
     return prompts
 
 
-def _parse_line(place: str, line: str) -> Any:
+def _parse_line(location: str, line: str) -> Any:
     try:
         prompt = json.loads(line)
     except RecursionError:
-        raise ValueError(f"{place} is nested too deeply.") from None
+        raise ValueError(f"{location} is nested too deeply.") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"{place} is not JSON: {error.msg}.") from None
+        raise ValueError(f"{location} is not JSON: {error.msg}.") from None
     if not isinstance(prompt, dict):
         raise ValueError(
-            f"{place} must be a JSON object with the field prompt or prompt_token_ids, got "
+            f"{location} must be a JSON object with the field prompt or prompt_token_ids, got "
             f"{line.strip()[:40]}."
         )
     return prompt
@@ -327,27 +329,31 @@ def add_option_flags(
       defaults: maps the names of options to texts that describe their defaults in the help. It is
         needed only for options that have another default in this command than in `Option`.
     """
-    for each in options:
-        if each.flag is None:
+    for option in options:
+        if option.flag is None:
             continue
-        default = defaults.get(each.name, each.default_help)
-        words = f"{each.help}; default: {default}"
-        if each.type is not bool:
+        default = defaults.get(option.name, option.default_help)
+        help_text = f"{option.help}; default: {default}"
+        if option.type is not bool:
             kind: dict[str, Any] = {
-                "type": each.type,
-                "choices": each.choices or None,
-                "metavar": each.metavar,
+                "type": option.type,
+                "choices": option.choices or None,
+                "metavar": option.metavar,
             }
-            if each.is_repeated:
+            if option.is_repeated:
                 kind["action"] = "append"
-                words = f"{each.help}; may be repeated; default: {default}"
-        elif each.default is None:
+                help_text = f"{option.help}; may be repeated; default: {default}"
+        elif option.default is None:
             kind = {"action": argparse.BooleanOptionalAction}
         else:
-            kind = {"action": "store_const", "const": not each.default}
-            words = f"do not {each.help}" if each.default else each.help
+            kind = {"action": "store_const", "const": not option.default}
+            help_text = f"do not {option.help}" if option.default else option.help
         group.add_argument(
-            each.flag, dest=each.name, default=None, help=_escape(_name_flags(words)), **kind
+            option.flag,
+            dest=option.name,
+            default=None,
+            help=_escape(_name_flags(help_text)),
+            **kind,
         )
 
 
@@ -368,12 +374,12 @@ def _name_flags(text: str) -> str:
 
 @functools.cache
 def _option_flags() -> dict[str, str]:
-    return {each.name: each.flag for each in options_of(EngineConfig) if each.flag}
+    return {option.name: option.flag for option in options_of(EngineConfig) if option.flag}
 
 
 def given_options(args: argparse.Namespace, options: Iterable[Option]) -> dict[str, Any]:
     """Return a dict from names to values of the options that the user set with flags."""
-    values = {each.name: getattr(args, each.name, None) for each in options if each.flag}
+    values = {option.name: getattr(args, option.name, None) for option in options if option.flag}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -404,8 +410,10 @@ def model_folder(options: Mapping[str, Any]) -> Path:
     """
     if "model" not in options:
         return bundled_folder()
-    given = {each.name: options[each.name] for each in MODEL_OPTIONS if each.name in options}
-    return find_model(**given)
+    kwargs = {
+        option.name: options[option.name] for option in MODEL_OPTIONS if option.name in options
+    }
+    return find_model(**kwargs)
 
 
 def _contiguous_options(options: Mapping[str, Any]) -> dict[str, Any]:

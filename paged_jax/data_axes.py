@@ -69,16 +69,20 @@ def map_rows(
         # All axes are manual, also those that do not divide rows: kernels cannot be partitioned.
         return compute(model, rows, _first_row_of_device(function, names, names, rows))
 
-    divided, whole = PartitionSpec(tuple(names)), PartitionSpec()
+    divided, replicated = PartitionSpec(tuple(names)), PartitionSpec()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     explicit = PartitionSpec(tuple(name for name in names if kinds[name] == AxisType.Explicit))
 
     def divide(model: Any, rows: Any) -> T:
         if is_explicit:  # `jax.shard_map` divides arrays over automatic axes only
-            model = jax.sharding.reshard(model, NamedSharding(mesh, whole))
+            model = jax.sharding.reshard(model, NamedSharding(mesh, replicated))
             rows = jax.sharding.reshard(rows, NamedSharding(mesh, explicit))
         return jax.shard_map(
-            compute_share, mesh=mesh, in_specs=(whole, divided), out_specs=divided, check_vma=False
+            compute_share,
+            mesh=mesh,
+            in_specs=(replicated, divided),
+            out_specs=divided,
+            check_vma=False,
         )(model, rows)
 
     return jax.jit(divide)(model, rows)  # `jax.shard_map` needs `jit` for functions with gradients
@@ -108,17 +112,17 @@ def _first_row_of_device(
     return lax.axis_index(tuple(names)) * jax.tree.leaves(rows)[0].shape[0]
 
 
-def _check_axes(function: str, names: Sequence[str], known: Sequence[str], owner: str) -> None:
-    unknown = [name for name in names if name not in known]
+def _check_axes(function: str, names: Sequence[str], valid_axes: Sequence[str], owner: str) -> None:
+    unknown = [name for name in names if name not in valid_axes]
     if unknown:
         advice = (
             "Put the prompts or the weights on a mesh, or call it in jax.set_mesh(mesh)."
-            if not known
+            if not valid_axes
             else "Name the axes that divide the prompts."
         )
         raise ValueError(
-            f"{function}: axis_name must be axes of {owner}, {tuple(known)}, got {unknown[0]!r}. "
-            f"{advice}"
+            f"{function}: axis_name must be axes of {owner}, {tuple(valid_axes)}, got "
+            f"{unknown[0]!r}. {advice}"
         )
 
 

@@ -119,15 +119,15 @@ class _Short(reprlib.Repr):
     def _fields(self, x: Any, fields: Any, level: int) -> str:
         if level <= 0:
             return f"{type(x).__name__}(...)"
-        shown = (f"{name}={self.repr1(value, level - 1)}" for name, value in fields)
-        return f"{type(x).__name__}({', '.join(shown)})"
+        parts = (f"{name}={self.repr1(value, level - 1)}" for name, value in fields)
+        return f"{type(x).__name__}({', '.join(parts)})"
 
     def _items(self, x: Any, level: int) -> str:
         if level <= 0 and x:
             return f"... {len(x)} in all"
-        shown = [self.repr1(each, level - 1) for each in x[: self.maxlist]]
-        rest = [f"... {len(x)} in all"] if len(x) > self.maxlist else []
-        return ", ".join([*shown, *rest])
+        items = [self.repr1(item, level - 1) for item in x[: self.maxlist]]
+        omitted = [f"... {len(x)} in all"] if len(x) > self.maxlist else []
+        return ", ".join([*items, *omitted])
 
 
 _SHORT = _Short()
@@ -135,12 +135,12 @@ _SHORT = _Short()
 
 def _changed(x: Any) -> list[tuple[str, Any]]:
     """Return the names and values of a dataclass's fields that differ from their defaults."""
-    found = []
+    changes = []
     for field in dataclasses.fields(x):
         value = getattr(x, field.name, None)
         if field.repr and not _is_default(field, value):
-            found.append((field.name, value))
-    return found
+            changes.append((field.name, value))
+    return changes
 
 
 def _is_default(field: dataclasses.Field, value: Any) -> bool:

@@ -109,19 +109,19 @@ def add_sampling_arguments(
       has_samples: whether to add ``--n``, the number of samples.
     """
     options = options_of(SamplingParams)
-    defaults = {each.name: "the model's value" for each in options if each.is_recommended}
+    defaults = {option.name: "the model's value" for option in options if option.is_recommended}
     defaults |= {"max_tokens": f"the model's value, or {default_max_tokens}", "seed": "0"}
-    shown = [each for each in options if has_samples or each.name != "n"]
-    add_option_flags(sampling, shown, defaults)
+    shown_options = [option for option in options if has_samples or option.name != "n"]
+    add_option_flags(sampling, shown_options, defaults)
 
 
 def _run(args: argparse.Namespace, status: Status) -> None:
     join_processes(args)
     options = engine_options(args)
     prompts = _read_prompts(args)
-    given = given_params(args)
+    kwargs = given_params(args)
     # Raises an error for invalid parameters before the model is loaded.
-    num_samples = SamplingParams(**given).n * len(prompts)
+    num_samples = SamplingParams(**kwargs).n * len(prompts)
     if args.profile is not None:
         check_profile_folder(args.profile)
     status.say("loading the model")
@@ -136,7 +136,7 @@ def _run(args: argparse.Namespace, status: Status) -> None:
         return
     if args.chat:
         prompts = [_as_chat(llm, prompt) for prompt in prompts]
-    params = recommended_params(llm, given, default_max_tokens=_MAX_TOKENS)
+    params = recommended_params(llm, kwargs, default_max_tokens=_MAX_TOKENS)
     write = _write_json if args.json else _Streamer() if is_stream else _write_text
     pictures = _BlockPictures(llm, status) if args.show_blocks else None
     status.clear()
@@ -184,22 +184,22 @@ def _complete(
 
 
 def recommended_params(
-    llm: LLM, given: dict[str, Any], *, default_max_tokens: int
+    llm: LLM, kwargs: dict[str, Any], *, default_max_tokens: int
 ) -> SamplingParams:
     """Return sampling parameters: the user's values, and the model's defaults for the others.
 
     Args:
       llm: engine with the model.
-      given: the user's values, see `given_params`.
+      kwargs: the user's values, see `given_params`.
       default_max_tokens: ``max_tokens`` if neither the user nor the model sets it.
 
     Raises:
       ValueError: a value of the model's generation_config.json is invalid.
     """
     if "max_tokens" not in llm.generation_config.sampling_defaults:
-        given = {"max_tokens": default_max_tokens, **given}
+        kwargs = {"max_tokens": default_max_tokens, **kwargs}
     try:
-        return llm.get_default_sampling_params(**given)
+        return llm.get_default_sampling_params(**kwargs)
     except ValueError as error:  # not caused by the user's values, which were checked before
         raise ValueError(f"the model's generation_config.json: {error}") from None
 
@@ -215,15 +215,15 @@ def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
 
 
 def _as_chat(llm: LLM, prompt: Prompt) -> Prompt:
-    others = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
-    text = others.pop("prompt", None)
-    if not isinstance(text, str) or "prompt_token_ids" in others:
+    fields = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
+    text = fields.pop("prompt", None)
+    if not isinstance(text, str) or "prompt_token_ids" in fields:
         raise ValueError(
             "--chat must be used only with text prompts, got a prompt without text or with "
             "prompt_token_ids."
         )
     chat: Any = llm.chat_prompt([{"role": "user", "content": text}])
-    return {**chat, **others}
+    return {**chat, **fields}
 
 
 def given_params(args: argparse.Namespace) -> dict[str, Any]:
@@ -356,9 +356,9 @@ class _BlockPictures:
     def finish(self) -> None:
         """Print the stored drawings, the list of events, and a drawing of the final state."""
         self.update()
-        num_left = len(self._events) - _MAX_EVENTS
-        rest = [f"and {num_left} more"] if num_left > 0 else []
-        events = [f"  {event}" for event in (*self._events[:_MAX_EVENTS], *rest)]
+        num_omitted = len(self._events) - _MAX_EVENTS
+        omitted = [f"and {num_omitted} more"] if num_omitted > 0 else []
+        events = [f"  {event}" for event in (*self._events[:_MAX_EVENTS], *omitted)]
         if self._first_shared:
             self._print(self._first_shared)
         self._print(self._fullest)
@@ -370,8 +370,8 @@ class _BlockPictures:
         if len(groups) == 1:
             return draw_tables(groups[0].tables, title)
         return "\n".join(
-            draw_tables(group.tables, f"{title}, {_layers(each)}")
-            for group, each in zip(groups, layers, strict=True)
+            draw_tables(group.tables, f"{title}, {_layers(group_layers)}")
+            for group, group_layers in zip(groups, layers, strict=True)
         )
 
     def _print(self, text: str) -> None:

@@ -148,11 +148,11 @@ class LLM(Engine):
             {"prompt_token_ids": row[:length]} for row, length in zip(rows, lengths, strict=True)
         ]
         params = self._list_params("LLM.rollout", sampling_params, len(prompts))
-        if len(counts := {each.n for each in params}) > 1:
+        if len(counts := {row_params.n for row_params in params}) > 1:
             raise ValueError(
                 f"LLM.rollout: n must be the same for all prompts, got {sorted(counts)}."
             )
-        plain = [_without_text(each) for each in params]
+        plain = [_without_text(row_params) for row_params in params]
         group = self._add(prompts, plain, function="LLM.rollout", first_prompt=first_prompt)
         requests = self._finish(group, use_tqdm=use_tqdm)
         return _as_rollout(
@@ -225,7 +225,8 @@ class LLM(Engine):
             Sequence[Sequence[Mapping[str, Any]]], [messages] if is_one else messages
         )
         prompts = [
-            self.chat_prompt(each, chat_template_kwargs, tools=tools) for each in conversations
+            self.chat_prompt(conversation, chat_template_kwargs, tools=tools)
+            for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 

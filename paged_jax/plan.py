@@ -39,7 +39,7 @@ from paged_jax.options import options_of
 from paged_jax.runner.devices import server_memory_share
 
 # Engine options that affect how much memory the engine needs.
-_OPTIONS = [each for each in options_of(EngineConfig) if each.decides_memory]
+_OPTIONS = [option for option in options_of(EngineConfig) if option.decides_memory]
 _UNITS = {"": 1}
 _UNITS |= {f"{letter}ib": 1024**i for i, letter in enumerate("kmgt", 1)}
 _UNITS |= {f"{letter}b": 1000**i for i, letter in enumerate("kmgt", 1)}
@@ -61,8 +61,8 @@ def _print(args: argparse.Namespace) -> None:
     device = None if args.device is None else DEVICES[args.device]
     plan = _from_arguments(args, device)
     lengths = _lengths(args.lengths, plan.sizes.max_model_len)
-    shown = (plan, lengths, device)
-    print(json.dumps(as_dict(*shown)) if args.json else as_text(*shown))
+    arguments = (plan, lengths, device)
+    print(json.dumps(as_dict(*arguments)) if args.json else as_text(*arguments))
 
 
 def make_parser() -> Parser:
@@ -152,15 +152,15 @@ def _from_arguments(args: argparse.Namespace, device: DeviceSpec | None) -> Memo
         )
     folder = model_folder(given_options(args, MODEL_OPTIONS))
     config, options = read_config(folder), given_options(args, _OPTIONS)
-    kept = {name: options[name] for name in ("dtype", "dequantise") if name in options}
+    kwargs = {name: options[name] for name in ("dtype", "dequantise") if name in options}
     num_devices = options.get("tensor_parallel_size", 1)
     is_this_machine = args.memory is None and device is None
     memory_bytes = _memory(device) if args.memory is None else args.memory
     platform = args.platform or (jax.default_backend() if device is None else device.platform)
     # This machine's device reports only the share of its memory that JAX takes.
     share = 1.0 if is_this_machine else server_memory_share(platform)
-    kept |= {"num_devices": num_devices, "platform": platform}
-    formats = read_formats(Decoder, folder, config, **kept)
+    kwargs |= {"num_devices": num_devices, "platform": platform}
+    formats = read_formats(Decoder, folder, config, **kwargs)
     return make_plan(
         config,
         memory_bytes,
@@ -180,22 +180,22 @@ def _memory(device: DeviceSpec | None) -> int:
     """
     if device is not None:
         return device.memory
-    here = device_memory(jax.devices()[0])
-    if here is None:
+    memory = device_memory(jax.devices()[0])
+    if memory is None:
         raise ValueError("--memory must be given, because this device does not report its memory.")
-    return here.total
+    return memory.total
 
 
-def _lengths(wanted: list[int] | None, max_model_len: int) -> list[int]:
-    if wanted is None:
+def _lengths(lengths: list[int] | None, max_model_len: int) -> list[int]:
+    if lengths is None:
         return [*(length for length in _LENGTHS if length < max_model_len), max_model_len]
-    for length in wanted:
+    for length in lengths:
         if not 0 < length <= max_model_len:
             raise ValueError(
                 f"--lengths must be positive and at most max_model_len = {max_model_len}, "
                 f"got {length}."
             )
-    return wanted
+    return lengths
 
 
 def as_dict(
@@ -357,12 +357,12 @@ def _block_rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
     rows.append(("a block", footprint.block, f"{format_bytes(plan.token_bytes)} a token"))
     if plan.keeps_less:
         length = plan.sizes.max_model_len
-        taken = plan.sequence_bytes(length)
-        share = taken / plan.uniform_bytes(length)
+        num_bytes = plan.sequence_bytes(length)
+        share = num_bytes / plan.uniform_bytes(length)
         note = f"of {length:,} tokens, {share:.3f} of the bytes if all layers kept all tokens"
         layers = "all layers" if plan.has_windows else "these layers"
         rows[-1] = ("a block", footprint.block, f"{rows[-1][2]} in {layers}")
-        rows.append(("sequence", taken, note))
+        rows.append(("sequence", num_bytes, note))
     return rows
 
 
@@ -373,8 +373,8 @@ def _layers(plan: MemoryPlan, group: GroupFootprint) -> str:
     """
     rule, num_layers = group.retention, plan.config.num_hidden_layers
     text = f"{group.num_layers} of {num_layers} layers {rule.text}"
-    most = f", at most {group.max_blocks_per_slot} blocks per sequence"
-    return text + most if rule.frees else text
+    suffix = f", at most {group.max_blocks_per_slot} blocks per sequence"
+    return text + suffix if rule.frees else text
 
 
 def _table(plan: MemoryPlan, lengths: list[int], device: DeviceSpec | None) -> Iterator[str]:
@@ -384,12 +384,12 @@ def _table(plan: MemoryPlan, lengths: list[int], device: DeviceSpec | None) -> I
     `device` is given, the row also has the number of sequences in a decode step, the minimum time
     of the step, and the maximum number of generated tokens per second.
     """
-    titles = f"{'tokens':>8}{'paged':>10}{'contiguous':>12}{'ratio':>8}"
-    yield titles if device is None else f"{titles}{'at once':>9}{'ms/step':>9}{'tokens/s':>10}"
+    header = f"{'tokens':>8}{'paged':>10}{'contiguous':>12}{'ratio':>8}"
+    yield header if device is None else f"{header}{'at once':>9}{'ms/step':>9}{'tokens/s':>10}"
     for length in lengths:
         ratio = _ratio(plan, length)
-        shown = "-" if ratio is None else f"{ratio:.1f}"
-        line = f"{length:>8,}{plan.num_paged(length):>10,}{plan.num_contiguous:>12,}{shown:>8}"
+        ratio_text = "-" if ratio is None else f"{ratio:.1f}"
+        line = f"{length:>8,}{plan.num_paged(length):>10,}{plan.num_contiguous:>12,}{ratio_text:>8}"
         if device is not None:
             batch = plan.num_running(length)
             seconds = step_bound(plan, device, batch, length).seconds

@@ -115,9 +115,9 @@ class Rollout:
         rows, counts = repeat_prompts("Rollout.sequences", rows, counts, num_rows)
         token_ids = join_sequences(rows, counts, jnp.asarray(self.token_ids))
         lengths = counts + jnp.asarray(self.num_drawn)
-        places = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
-        is_token = places < lengths[:, None]
-        mask = is_token & (places >= counts[:, None])
+        positions = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
+        is_token = positions < lengths[:, None]
+        mask = is_token & (positions >= counts[:, None])
         return JoinedSequences(jnp.where(is_token, token_ids, 0), mask, lengths)
 
 
@@ -289,9 +289,9 @@ def _generate(
     """
     B, T = prompts.token_ids.shape
     num_rows = B * num_samples
-    frees = any(group.retention.frees for group in model.config.cache_groups)
+    has_window = any(group.retention.frees for group in model.config.cache_groups)
     num_tokens = max(T - 1, max_tokens)
-    tokens_per_pass = min(num_tokens, _MAX_TOKENS_PER_PASS) if frees else num_tokens
+    tokens_per_pass = min(num_tokens, _MAX_TOKENS_PER_PASS) if has_window else num_tokens
     num_blocks = B * _num_blocks(T, max_tokens, num_samples, block_size)
     max_in_row = _max_blocks_in_row(model, T + max_tokens, tokens_per_pass, block_size)
     cache = model.create_cache(
@@ -390,8 +390,8 @@ def _num_blocks(T: int, max_tokens: int, num_samples: int, block_size: int) -> i
         # Full blocks of the prompt are shared by its samples. If the prompt's last block is only
         # partly filled, each sample writes into its own copy.
         shared = num_cached_tokens_at(length) // block_size
-        whole = num_blocks_needed(num_cached_tokens_at(length + max_tokens), block_size)
-        return shared + num_samples * (whole - shared)
+        num_blocks = num_blocks_needed(num_cached_tokens_at(length + max_tokens), block_size)
+        return shared + num_samples * (num_blocks - shared)
 
     # The longest prompt does not always need the most blocks: its samples share its last block if
     # that block is full, but each sample of a shorter prompt may need a copy of a partly filled
@@ -428,8 +428,8 @@ def _prefill(
             start = chunk * tokens_per_pass
             counts = jnp.clip(num_tokens - 1 - start, 0, tokens_per_pass)
             ids = lax.dynamic_slice_in_dim(token_ids, start, tokens_per_pass, axis=1)
-            chosen = jnp.where(counts > 0, rows, -1)
-            return model.prefill(cache, ids, chosen, counts, backend=backend)[1]
+            row_slots = jnp.where(counts > 0, rows, -1)
+            return model.prefill(cache, ids, row_slots, counts, backend=backend)[1]
 
         ends = jnp.int32(0), jnp.int32(num_chunks)
         cache = cast(PagedCache, lax.fori_loop(*ends, append, cache))
@@ -439,12 +439,12 @@ def _prefill(
 
 
 def _check_fits(model: PagedModel, T: int, max_tokens: int) -> None:
-    most = model.config.max_position_embeddings
-    if T + max_tokens > most:
+    max_positions = model.config.max_position_embeddings
+    if T + max_tokens > max_positions:
         raise ValueError(
             f"rollout: the number of columns of prompt_token_ids + max_tokens must be at most "
-            f"max_position_embeddings = {most} of the model, got {T} + {max_tokens}. Reduce "
-            "max_tokens."
+            f"max_position_embeddings = {max_positions} of the model, got {T} + {max_tokens}. "
+            "Reduce max_tokens."
         )
 
 
@@ -480,10 +480,10 @@ def read_rows(
             "number of tokens in each row."
         )
     arrays = [np.asarray(row) for row in cast(Sequence[Any], rows)]
-    if wrong := [array for array in arrays if array.ndim != 1]:
+    if invalid := [array for array in arrays if array.ndim != 1]:
         raise ValueError(
             f"{function}: {name} must be a list of token ids for each row, got an element with "
-            f"{wrong[0].ndim} dimensions. Pass [row] for a single row."
+            f"{invalid[0].ndim} dimensions. Pass [row] for a single row."
         )
     lengths = np.array([array.size for array in arrays], np.int32)
     dtypes = [array.dtype for array in arrays if array.size]
@@ -526,8 +526,8 @@ def repeat_prompts(
     """
     arrays = (jnp.asarray(x).astype(jnp.int32) for x in (prompts, num_tokens))
     rows, counts = arrays
-    num_samples, rest = divmod(num_rows, rows.shape[0])
-    if rest or not num_samples:
+    num_samples, remainder = divmod(num_rows, rows.shape[0])
+    if remainder or not num_samples:
         raise ValueError(
             f"{function}: token_ids must have the same number of rows for each of the "
             f"{rows.shape[0]} prompts, got {num_rows} rows. Pass the prompts from which the rows "
@@ -566,7 +566,7 @@ def check_prompts(function: str, vocab_size: int, prompt_token_ids: Any, num_tok
             "pad each prompt at its end."
         )
     letters = {"prompt_token_ids": "BT", "num_tokens": "B"}
-    sizes = bind(function, **{name: (arrays[name], each) for name, each in letters.items()})
+    sizes = bind(function, **{name: (arrays[name], dims) for name, dims in letters.items()})
     B, T = sizes["B"], sizes["T"]
     if not B or not T:
         raise ValueError(
@@ -578,11 +578,11 @@ def check_prompts(function: str, vocab_size: int, prompt_token_ids: Any, num_tok
             raise ValueError(f"{function}: {name} must be an integer array, got {array.dtype}.")
     if not isinstance(num_tokens, Tracer):
         counts: list[int] = np.asarray(num_tokens).tolist()
-        wrong = [count for count in counts if not 1 <= count <= T]
-        if wrong:
+        invalid = [count for count in counts if not 1 <= count <= T]
+        if invalid:
             raise ValueError(
                 f"{function}: num_tokens must be in 1..{T}, the number of columns of "
-                f"prompt_token_ids, got {wrong[0]}."
+                f"prompt_token_ids, got {invalid[0]}."
             )
     check_token_ids(function, vocab_size, *arrays.values(), name="prompt_token_ids")
 
@@ -605,11 +605,11 @@ def _check_numbers(values: dict[str, ArrayLike]) -> None:
 
     Traced values are not checked.
     """
-    for each in options_of(SamplingParams):
-        value = values.get(each.name)
+    for option in options_of(SamplingParams):
+        value = values.get(option.name)
         if value is not None and not isinstance(value, Tracer):
             for element in np.asarray(value).reshape(-1).tolist():
-                each.check("rollout", element)
+                option.check("rollout", element)
 
 
 def _sampling(
@@ -698,10 +698,10 @@ def _checked_seeds(seed: ArrayLike) -> np.ndarray:
     """Return Python or NumPy seeds as a NumPy array. Check that they are in [0, 2**32)."""
     seeds = np.asarray(seed)
     if seeds.dtype.kind in "iuO":  # "O": integers of more than 64 bits
-        wrong = [number for number in seeds.ravel().tolist() if not 0 <= number < 2**32]
-        if wrong:
+        invalid = [number for number in seeds.ravel().tolist() if not 0 <= number < 2**32]
+        if invalid:
             raise ValueError(
-                f"rollout: seed must be in [0, 2**32), got {wrong[0]}. Pass, for example, the "
+                f"rollout: seed must be in [0, 2**32), got {invalid[0]}. Pass, for example, the "
                 "number of the training step."
             )
     return seeds

@@ -195,8 +195,8 @@ def _logits_gradient(rows: _Rows, logits: jax.Array, start: jax.Array) -> jax.Ar
     gradient = jnp.where(probabilities > 0, -probabilities * (total + change), 0)
     columns = rows.ids - start
     columns = jnp.where((columns >= 0) & (columns < width), columns, width)
-    numbers = jnp.arange(R, dtype=jnp.int32)[:, None]
-    return gradient.at[numbers, columns].add(rows.ids_bar, mode="drop")
+    row_index = jnp.arange(R, dtype=jnp.int32)[:, None]
+    return gradient.at[row_index, columns].add(rows.ids_bar, mode="drop")
 
 
 def _score_logits(
@@ -204,13 +204,13 @@ def _score_logits(
 ) -> tuple[TokenScores, jax.Array]:
     """Return the scores of targets i32 [R] for logits [R, V], and the log-sum-exp f32 [R, 1]."""
     denominators = log_sum_exp(logits, backend=backend)
-    chosen = jnp.take_along_axis(logits, targets[:, None], axis=1)
+    target_logits = jnp.take_along_axis(logits, targets[:, None], axis=1)
     all_log_probs = logits - denominators
     weights = jnp.exp(all_log_probs)
     terms = jnp.where(weights > 0, weights * all_log_probs, 0)
     top, ids = lax.top_k(logits, num_top) if num_top else (logits[:, :0], None)
     scores = TokenScores(
-        (chosen - denominators)[:, 0],
+        (target_logits - denominators)[:, 0],
         -jnp.sum(terms, axis=1),
         jnp.zeros(top.shape, jnp.int32) if ids is None else ids,
         top - denominators,
@@ -220,8 +220,8 @@ def _score_logits(
 
 def _chunk_size(num_rows: int, vocab_size: int) -> int:
     """Return the number of rows whose logits exist at the same time."""
-    fitting = _MAX_CHUNK_BYTES // (4 * vocab_size)
-    return min(num_rows, _MAX_TOKENS, max(_MIN_TOKENS, fitting))
+    max_rows = _MAX_CHUNK_BYTES // (4 * vocab_size)
+    return min(num_rows, _MAX_TOKENS, max(_MIN_TOKENS, max_rows))
 
 
 def _map_chunks(function: Callable[..., Any], rows: tuple[jax.Array, ...], size: int) -> Any:

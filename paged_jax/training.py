@@ -170,10 +170,10 @@ def _check_drawn(function: str, vocab_size: int, drawn: Any, num_drawn: Any) -> 
             raise ValueError(f"{function}: {name} must be an integer array, got {array.dtype}.")
     if not isinstance(num_drawn, Tracer):
         counts: list[int] = np.asarray(num_drawn).tolist()
-        if wrong := [count for count in counts if not 0 <= count <= N]:
+        if invalid := [count for count in counts if not 0 <= count <= N]:
             raise ValueError(
                 f"{function}: num_drawn must be in 0..{N}, the number of columns of token_ids, got "
-                f"{wrong[0]}."
+                f"{invalid[0]}."
             )
     check_token_ids(function, vocab_size, drawn, cast(Any, num_drawn))
 
@@ -187,10 +187,10 @@ def _check_temperature(function: str, temperature: ArrayLike, num_prompts: int) 
             f"per prompt, got shape {list(values.shape)}."
         )
     if not isinstance(temperature, Tracer):
-        numbers: list[float] = np.asarray(temperature).reshape(-1).tolist()
-        if wrong := [number for number in numbers if not 0 < number < math.inf]:
+        temperatures: list[float] = np.asarray(temperature).reshape(-1).tolist()
+        if invalid := [number for number in temperatures if not 0 < number < math.inf]:
             raise ValueError(
-                f"{function}: temperature must be finite and > 0, got {wrong[0]}. Greedy tokens "
+                f"{function}: temperature must be finite and > 0, got {invalid[0]}. Greedy tokens "
                 "have no distribution: leave it out for temperature 1."
             )
     return values
@@ -202,8 +202,8 @@ def _score(model: PagedModel, batch: _ScoringBatch, num_top: int) -> TokenScores
     # The last token of a sequence is only a target.
     x = model.final_states(sequences[:, :-1], batch.num_tokens + batch.num_drawn - 1)
     steps = jnp.arange(N, dtype=jnp.int32)[None]
-    places = jnp.minimum(batch.num_tokens[:, None] - 1 + steps, x.shape[1] - 1)
-    x = jnp.take_along_axis(x, places[..., None], axis=1)
+    positions = jnp.minimum(batch.num_tokens[:, None] - 1 + steps, x.shape[1] - 1)
+    x = jnp.take_along_axis(x, positions[..., None], axis=1)
     factors = jnp.broadcast_to(batch.temperature[:, None], (B, N))
     scores = score_rows(
         model, x.reshape(B * N, -1), batch.drawn.reshape(-1), factors.reshape(-1), num_top

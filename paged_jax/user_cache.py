@@ -29,10 +29,10 @@ def cache_folder(*names: str) -> Path | None:
     """
     try:
         folder = user_cache_path("paged_jax", appauthor=False)
-        for each in (folder, *(folder.joinpath(*names[: i + 1]) for i in range(len(names)))):
-            each.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not _is_own(each):
-                _warn(f"{each} belongs to another user, or others may write to it")
+        for path in (folder, *(folder.joinpath(*names[: i + 1]) for i in range(len(names)))):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not _is_own(path):
+                _warn(f"{path} belongs to another user, or others may write to it")
                 return None
     except (OSError, RuntimeError) as error:  # a read-only or full disk, or no home folder
         _warn(str(error))
