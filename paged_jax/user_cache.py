@@ -31,7 +31,7 @@ def cache_folder(*names: str) -> Path | None:
         folder = user_cache_path("paged_jax", appauthor=False)
         for path in (folder, *(folder.joinpath(*names[: i + 1]) for i in range(len(names)))):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not _is_own(path):
+            if not _is_private(path):
                 _warn(f"{path} belongs to another user, or others may write to it")
                 return None
     except (OSError, RuntimeError) as error:  # a read-only or full disk, or no home folder
@@ -50,7 +50,7 @@ def _warn(reason: str) -> None:
     )
 
 
-def _is_own(path: Path) -> bool:
+def _is_private(path: Path) -> bool:
     if not hasattr(os, "getuid"):  # on Windows, other users cannot write to a user's folders
         return True
     status = path.stat()
@@ -65,7 +65,7 @@ def read(path: Path) -> bytes | None:
       path: a file that `write` wrote.
     """
     try:
-        return path.read_bytes() if _is_own(path) else None
+        return path.read_bytes() if _is_private(path) else None
     except OSError:
         return None
 

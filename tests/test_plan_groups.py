@@ -85,7 +85,7 @@ def test_windows_reduce_long_sequences_to_a_fifth_of_the_memory() -> None:
     cache = jax.eval_shape(
         lambda: create_cache(
             GEMMA, num_slots=16, max_length=32768, num_blocks=num_blocks, dtype="bfloat16",
-            max_tokens=plan.sizes.most_tokens, platform="gpu",
+            max_tokens=plan.sizes.max_step_tokens, platform="gpu",
         )
     )  # fmt: skip
     pools = [x for x in jax.tree.leaves(cache.group_pools)]
@@ -145,7 +145,7 @@ def test_plan_of_gemma_4_equals_the_cache_to_the_byte(length, ratio) -> None:
     cache = jax.eval_shape(
         lambda: create_cache(
             GEMMA_4, num_slots=2, max_length=length, num_blocks=num_blocks, dtype="bfloat16",
-            max_tokens=plan.sizes.most_tokens, platform="gpu",
+            max_tokens=plan.sizes.max_step_tokens, platform="gpu",
         )
     )  # fmt: skip
     pools = jax.tree.leaves(cache.group_pools)
@@ -169,7 +169,7 @@ def test_plan_of_chunked_layers_equals_the_cache_to_the_byte(length, ratio) -> N
     cache = jax.eval_shape(
         lambda: create_cache(
             config, num_slots=2, max_length=length, num_blocks=num_blocks, dtype="bfloat16",
-            max_tokens=plan.sizes.most_tokens, platform="gpu",
+            max_tokens=plan.sizes.max_step_tokens, platform="gpu",
         )
     )  # fmt: skip
     num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.group_pools))
@@ -189,7 +189,7 @@ def test_plan_of_shared_keys_and_values_equals_the_cache_to_the_byte() -> None:
     cache = jax.eval_shape(
         lambda: create_cache(
             config, num_slots=2, max_length=32768, num_blocks=plan.num_engine_blocks,
-            dtype="bfloat16", max_tokens=plan.sizes.most_tokens, platform="gpu",
+            dtype="bfloat16", max_tokens=plan.sizes.max_step_tokens, platform="gpu",
         )
     )  # fmt: skip
     num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.group_pools))

@@ -92,7 +92,7 @@ class Drafter:
         """
         if not self._max_drafts:
             return None
-        drafts = [self._draft(sequence)[: self._room(sequence)] for sequence in sequences]
+        drafts = [self._draft(sequence)[: self._max_drafts_of(sequence)] for sequence in sequences]
         # Verify draft tokens only if there is at least one per sequence on average. With fewer, it
         # is faster to decode several steps in one dispatch, without drafts.
         return drafts if len(drafts) <= sum(map(len, drafts)) <= max_tokens else None
@@ -106,7 +106,7 @@ class Drafter:
         index.extend(sequence.token_ids)
         return index.guess(self._max_drafts)
 
-    def _room(self, sequence: Sequence) -> int:
+    def _max_drafts_of(self, sequence: Sequence) -> int:
         """Return the maximum number of draft tokens of a sequence that one step can verify."""
         num_known = len(sequence.token_ids)
         # The model draws one more token after the drafts.

@@ -355,7 +355,7 @@ def _group_footprints(
     groups, block_size = [], sizes.block_size
     for group in config.layer_groups:
         rule = group.retention
-        blocks_per_slot = rule.max_in_slot(sizes.max_model_len, sizes.most_tokens, block_size)
+        blocks_per_slot = rule.max_in_slot(sizes.max_model_len, sizes.max_step_tokens, block_size)
         block = block_bytes(config, block_size, kv_dtype, platform, [group])
         overhead = record_bytes(block_size) + _SEARCH_BYTES
         if not sets_rows_in_place(platform, kv_dtype):

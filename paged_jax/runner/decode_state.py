@@ -119,7 +119,7 @@ def empty_state(
         max_length=sizes.max_model_len,
         num_blocks=num_blocks,
         block_size=sizes.block_size,
-        max_tokens=sizes.most_tokens,
+        max_tokens=sizes.max_step_tokens,
         dtype=cache_dtype,
         num_states=sizes.num_states or None,
         platform=platform,

@@ -414,7 +414,7 @@ class ModelRunner:
         """
         slots = self._decode_slots(plan.decodes)
         masks = find_token_masks(plan.bound, plan.num_steps, self._sizes, self.executor.vocab_size)
-        limits = np.int32(plan.num_steps), np.bool_(plan.leave_on_stop), _with_top(plan)
+        limits = np.int32(plan.num_steps), np.bool_(plan.leave_on_stop), _needs_top(plan)
         call = self.executor.programs.decode.call(slots, *limits)
         if plan.is_ahead:
             return self.executor.queue_ahead([*self.take_calls(), call], masks)
@@ -436,7 +436,7 @@ class ModelRunner:
         num_drafts = np.zeros(slots.size, np.int32)
         for row, draft in enumerate(drafts):
             guesses[row, : len(draft)], num_drafts[row] = list(draft), len(draft)
-        return self.executor.fetch(verify.call(guesses, num_drafts, slots, _with_top(plan)))
+        return self.executor.fetch(verify.call(guesses, num_drafts, slots, _needs_top(plan)))
 
     def beam(
         self, beams: Iterable[tuple[int, int, int, int]], *, num_rows: int, num_top: int
@@ -484,6 +484,6 @@ class ModelRunner:
         return slots
 
 
-def _with_top(plan: StepPlan) -> np.bool_:
+def _needs_top(plan: StepPlan) -> np.bool_:
     """Return whether any request of the plan needs ranks and the most probable tokens."""
     return np.bool_(any(s.request.params.logprobs is not None for s in plan.decodes))

@@ -66,7 +66,7 @@ class Sizes(NamedTuple):
         return num_blocks_needed(self.max_model_len, self.block_size)
 
     @property
-    def most_tokens(self) -> int:
+    def max_step_tokens(self) -> int:
         """Maximum number of tokens that any program appends to a sequence."""
         return max(self.max_chunk, self.max_steps, 1 + self.num_drafts)
 

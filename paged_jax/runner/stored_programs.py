@@ -86,7 +86,7 @@ class FirstPrograms:
             return
         device = jax.local_devices()[0]
         plain = [item for item in options.items() if isinstance(item[1], _PLAIN)]
-        name = hashlib.sha256(repr((_surroundings(device), plain)).encode()).hexdigest()
+        name = hashlib.sha256(repr((_environment(device), plain)).encode()).hexdigest()
         self._file = starts / name
         keys = (user_cache.read(self._file) or b"").decode(errors="replace").split()
         thread = concurrent.futures.ThreadPoolExecutor(1)
@@ -307,7 +307,7 @@ def _checksum(key: str, blob: bytes) -> bytes:
 def _key(program_key: ProgramKey, device: Any, name: str, source: _Source) -> str:
     leaves, tree = jax.tree.flatten(source.arguments)
     parts = (
-        *_surroundings(device),
+        *_environment(device),
         program_key,
         name,
         sorted(source.static.items()),
@@ -319,7 +319,7 @@ def _key(program_key: ProgramKey, device: Any, name: str, source: _Source) -> st
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _surroundings(device: Any) -> tuple[Any, ...]:
+def _environment(device: Any) -> tuple[Any, ...]:
     """Return everything outside of an engine that affects its programs."""
     # Leave the settings of transfer guards out of the key, because they differ between threads and
     # do not affect tracing.

@@ -264,12 +264,12 @@ class Weights:
     @property
     def model(self) -> PagedModel:
         """The model with its current weights."""
-        return self._over(self.originals)
+        return self._model_with(self.originals)
 
     @property
     def layout_model(self) -> PagedModel:
         """The model with `jax.ShapeDtypeStruct`s (from `layout`) instead of weights."""
-        return self._over(self.layout)
+        return self._model_with(self.layout)
 
     @property
     def device(self) -> Any:
@@ -281,7 +281,7 @@ class Weights:
         shards = [shard for array in self.arrays for shard in array.addressable_shards]
         return sum(shard.data.nbytes for shard in shards if shard.device == device)
 
-    def _over(self, leaves: list[Any]) -> PagedModel:
+    def _model_with(self, leaves: list[Any]) -> PagedModel:
         return nnx.merge(self._model_graphdef, jax.tree.unflatten(self.treedef, leaves))
 
 

@@ -218,7 +218,7 @@ class Admission:
             if reason == "same prefix":
                 other_request = self._owner_of_prefix(sequence)
             else:
-                numbers = self._numbers(builder, sequence, reason)
+                numbers = self._wait_details(builder, sequence, reason)
         self._queue.note_wait(sequence, reason, numbers=numbers, other_request=other_request)
 
     def _owner_of_prefix(self, sequence: Sequence) -> str | None:
@@ -233,7 +233,7 @@ class Admission:
         )
         return None if owner is sequence.request else owner.request_id
 
-    def _numbers(
+    def _wait_details(
         self, builder: PlanBuilder, sequence: Sequence, reason: WaitReason
     ) -> dict[str, int]:
         """Return the numbers that explain why a sequence waits, see `Wait.numbers`."""

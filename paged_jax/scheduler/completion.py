@@ -157,9 +157,13 @@ class Completion:
           `append` for each token.
         """
         params, total, text = self._params, self.cumulative_logprob, ""
-        if self.logprobs is not None or not params.ignore_eos and _meet(eos_token_ids, token_ids):
+        if (
+            self.logprobs is not None
+            or not params.ignore_eos
+            and _contains_any(eos_token_ids, token_ids)
+        ):
             return False
-        if params.stop_token_ids and _meet(frozenset(params.stop_token_ids), token_ids):
+        if params.stop_token_ids and _contains_any(frozenset(params.stop_token_ids), token_ids):
             return False
         # Add one value at a time, as `append` does, so that both round in the same way.
         for logprob in logprobs:
@@ -220,5 +224,5 @@ class Completion:
         self._num_final = max(self._num_final, num_final)
 
 
-def _meet(stop_ids: frozenset[int], token_ids: list[int]) -> bool:
+def _contains_any(stop_ids: frozenset[int], token_ids: list[int]) -> bool:
     return not stop_ids.isdisjoint(token_ids)

@@ -74,7 +74,7 @@ class RequestHistory:
         """Return the waits and preemptions so far, with sentences that explain them."""
         now, open_indices = self._now(), set(self._open.values())
         waits = [
-            _until(wait, now) if index in open_indices else wait
+            _with_seconds(wait, now) if index in open_indices else wait
             for index, wait in enumerate(self._waits)
         ]
         return Explanation(
@@ -90,13 +90,13 @@ class RequestHistory:
     def _close(self, sample: int, now: float) -> None:
         if sample in self._open:
             index = self._open.pop(sample)
-            self._waits[index] = _until(self._waits[index], now)
+            self._waits[index] = _with_seconds(self._waits[index], now)
 
     def _now(self) -> float:
         return time.perf_counter() - self._arrival_time
 
 
-def _until(wait: Wait, now: float) -> Wait:
+def _with_seconds(wait: Wait, now: float) -> Wait:
     return dataclasses.replace(wait, seconds=now - wait.start)
 
 

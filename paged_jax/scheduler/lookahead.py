@@ -98,13 +98,13 @@ class Lookahead:
             return None
         decodes = [sequence for sequence in self._rows if sequence.slot is not None]
         if self._has_grammars:
-            return self._plan_beside_grammars(plan, decodes)
+            return self._plan_with_grammars(plan, decodes)
         if self._has_drafts:
             return None
         max_remaining = max((s.max_length - len(s.token_ids) for s in decodes), default=0)
         return self._make(decodes, min(self.max_steps, max_remaining - plan.num_steps))
 
-    def _plan_beside_grammars(self, plan: StepPlan, running: list[Sequence]) -> StepPlan | None:
+    def _plan_with_grammars(self, plan: StepPlan, running: list[Sequence]) -> StepPlan | None:
         """Plan the next decode steps if some sequences have a grammar.
 
         A sequence is left out if its next token mask depends on tokens that are not known yet.

@@ -149,7 +149,7 @@ class Answer(ABC):
     @property
     def prompt_field(self) -> str:
         """Name of the body field that contains the prompt."""
-        return self._first_given(_PROMPT_FIELDS)
+        return self._first_present(_PROMPT_FIELDS)
 
     @property
     def num_prompts(self) -> int:
@@ -169,7 +169,7 @@ class Answer(ABC):
     @property
     def constraint_field(self) -> str:
         """Name of the body field with the constraint on the text, for error messages."""
-        return self._first_given(_CONSTRAINT_FIELDS)
+        return self._first_present(_CONSTRAINT_FIELDS)
 
     @property
     def num_samples(self) -> int:
@@ -197,7 +197,7 @@ class Answer(ABC):
         """Maximum prompt length in tokens: context length, minus 1 unless `max_tokens` is 0."""
         return self.service.max_model_len - (self.max_tokens != 0)
 
-    def _first_given(self, names: Sequence[str]) -> str:
+    def _first_present(self, names: Sequence[str]) -> str:
         """Return the first of `names` that the body sets. If it sets none, return the last."""
         present = (name for name in names if getattr(self.body, name, None) is not None)
         return next(present, names[-1])

@@ -146,7 +146,7 @@ class MessagesAnswer(BlockAnswer):
     # Blocks
 
     @property
-    def _hides_thoughts(self) -> bool:
+    def _hides_thinking(self) -> bool:
         """Whether the client asked to leave out the text of the reasoning."""
         return self.body.thinking is not None and self.body.thinking.display == "omitted"
 
@@ -156,7 +156,7 @@ class MessagesAnswer(BlockAnswer):
             empty = Block(block.index, block.kind, block.name, id=block.id)
             return [{"type": "content_block_start", **index, "content_block": self._content(empty)}]
         if change.action == "extend":
-            if block.kind == "reasoning" and self._hides_thoughts:
+            if block.kind == "reasoning" and self._hides_thinking:
                 return []
             kind, key = {
                 "reasoning": ("thinking_delta", "thinking"),
@@ -174,7 +174,7 @@ class MessagesAnswer(BlockAnswer):
     def _content(self, block: Block) -> JsonDict:
         """Return the JSON of a block in Anthropic's format."""
         if block.kind == "reasoning":
-            text = "" if self._hides_thoughts else block.text
+            text = "" if self._hides_thinking else block.text
             return {"type": "thinking", "thinking": text, "signature": ""}
         if block.kind == "content":
             return {"type": "text", "text": block.text}

@@ -324,7 +324,7 @@ class Startup:
 
     def __init__(self, make: Callable[[Callable[[str], None]], Service]):
         self._make = make
-        self._made: concurrent.futures.Future[Service] = concurrent.futures.Future()
+        self._future: concurrent.futures.Future[Service] = concurrent.futures.Future()
         self._is_ending = asyncio.Event()
         self._app: ASGIApp = RequestLogMiddleware(self._answer_early)
         self._failure: BaseException | None = None
@@ -335,12 +335,12 @@ class Startup:
     @property
     def is_making(self) -> bool:
         """Whether `make` is still running. Its thread cannot be stopped."""
-        return not self._made.done()
+        return not self._future.done()
 
     def check(self) -> None:
         """Raise the exception because of which there is no service, if any."""
-        if self._made.done():
-            self._made.result()
+        if self._future.done():
+            self._future.result()
         if self._failure is not None:
             raise self._failure
 
@@ -389,9 +389,9 @@ class Startup:
 
     def _run_make(self) -> None:
         try:
-            self._made.set_result(self._make(self._report))
+            self._future.set_result(self._make(self._report))
         except BaseException as error:
-            self._made.set_exception(error)
+            self._future.set_exception(error)
 
     def _report(self, line: str) -> None:
         self.detail = line
@@ -400,7 +400,7 @@ class Startup:
         try:
             # `shield` prevents that cancelling this task also cancels the future, which the thread
             # sets later.
-            service = await asyncio.shield(asyncio.wrap_future(self._made))
+            service = await asyncio.shield(asyncio.wrap_future(self._future))
             app = create_app(service)
         except Exception as error:
             self._failure = error

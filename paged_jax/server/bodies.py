@@ -284,7 +284,7 @@ class MessageParam(LenientBody):
         return value
 
     @model_validator(mode="after")
-    def _says_something(self) -> Self:
+    def _has_content(self) -> Self:
         extra_content = self.tool_calls or self.refusal or self.reasoning_content or self.reasoning
         if "content" not in self.model_fields_set and not extra_content:
             raise PydanticCustomError(

@@ -28,8 +28,8 @@ class CacheRecorder:
         self._last: CacheMap | None = None
         self._num_requests = 0
         self._cost = 0.0
-        self._last_request = self._taken = float("-inf")
-        self._numbers = itertools.count(1)
+        self._last_request = self._snapshot_time = float("-inf")
+        self._counter = itertools.count(1)
         self._events: collections.deque[dict[str, Any]] = collections.deque(maxlen=_MAX_EVENTS)
 
     @contextlib.contextmanager
@@ -51,7 +51,7 @@ class CacheRecorder:
         if not self._num_requests and now - self._last_request > _OPEN_SECONDS:
             # Drop the snapshot: a comparison with it later would give one event for many steps.
             self._last = None
-        elif self._cost < _QUICK or now - self._taken > 4 * self._cost:
+        elif self._cost < _QUICK or now - self._snapshot_time > 4 * self._cost:
             self._take(engine)
 
     def state(self, engine: Engine, since: int) -> tuple[CacheMap, list[dict[str, Any]]]:
@@ -68,7 +68,7 @@ class CacheRecorder:
         if self._last is not None:
             for event in changes(self._last, cache_map):
                 fields = dataclasses.asdict(event)
-                self._events.append({"number": next(self._numbers), "time": time.time(), **fields})
-        self._last, self._taken = cache_map, time.monotonic()
-        self._cost = self._taken - start
+                self._events.append({"number": next(self._counter), "time": time.time(), **fields})
+        self._last, self._snapshot_time = cache_map, time.monotonic()
+        self._cost = self._snapshot_time - start
         return cache_map

@@ -82,7 +82,7 @@ class Security:
 
     def _client(self, scope: Scope, headers: Headers) -> Client:
         authorization = headers.get("authorization", "")
-        key = _given_key(authorization)
+        key = _client_key(authorization)
         is_admin = self._admin_key is not None and hmac.compare_digest(key, self._admin_key)
         # Anthropic's clients send the key in the header x-api-key. Some clients send both headers.
         # A valid key in one of them is sufficient.
@@ -118,7 +118,7 @@ def wrong_key() -> ApiError:
     )
 
 
-def _given_key(authorization: str) -> bytes:
+def _client_key(authorization: str) -> bytes:
     """Return the key in an Authorization header; b"" if there is none.
 
     It is the key of ``Bearer KEY``, or the password of ``Basic``, which browsers send.

@@ -148,7 +148,7 @@ SURVIVORS = (
         "hidden thoughts are in the stream of messages",
         "server/messages",
         "paged_jax.server.anthropic_answers:MessagesAnswer._events_of",
-        'block.kind == "reasoning" and self._hides_thoughts',
+        'block.kind == "reasoning" and self._hides_thinking',
         "False",
         *_APIS,
     ),

@@ -130,7 +130,7 @@ def test_resolve_replaces_a_broken_file(executor, folder, monkeypatch, caplog, h
     [path] = folder.iterdir()
     right = path.read_bytes()
     if harm == "of others":
-        monkeypatch.setattr(user_cache, "_is_own", lambda path: path.is_dir())
+        monkeypatch.setattr(user_cache, "_is_private", lambda path: path.is_dir())
     elif harm == "of another program":
         resolve(executor, executor.programs.forget.call())
         [other] = set(folder.iterdir()) - {path}

@@ -342,8 +342,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         The maximum is the blocks of a window and of the tokens of one program.
         """
         memory, block_budget = self.engine.memory, self.scheduler.block_budget
-        most_tokens = max(self.scheduler.max_chunk, self.scheduler.max_steps)
-        most, total = max_blocks_in_window(self.window, most_tokens, C), 0
+        max_step_tokens = max(self.scheduler.max_chunk, self.scheduler.max_steps)
+        most, total = max_blocks_in_window(self.window, max_step_tokens, C), 0
         for sequence in self.scheduler.running:
             num_held = len(memory._held(sequence.slot))
             counted = block_budget.num_in_row(sequence.num_computed, sequence.program_start)

@@ -145,7 +145,7 @@ class EngineStep:
                 max_length=self.max_model_len,
                 num_blocks=num_blocks,
                 block_size=self.block_size,
-                max_tokens=self.sizes.most_tokens,
+                max_tokens=self.sizes.max_step_tokens,
                 dtype=self.pool_dtype,
                 num_states=self.num_states,
                 platform="gpu" if platform == "cuda" else platform,
