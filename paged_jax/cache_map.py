@@ -387,8 +387,8 @@ class _Comparison:
                 evicted.setdefault(holders.get(block), []).append(block)
         events: list[CacheEvent] = []
         for request_id, block_ids in evicted.items():
-            beneficiary = "" if request_id is None else f" for request {request_id}"
-            text = _insert_count(block_ids, "the cache evicted {}") + beneficiary
+            suffix = "" if request_id is None else f" for request {request_id}"
+            text = _insert_count(block_ids, "the cache evicted {}") + suffix
             events.append(CacheEvent("evict", request_id, block_ids, text))
         return events
 
@@ -428,8 +428,8 @@ class _Comparison:
         sample with the highest slot then writes to it, and each other sample to its own copy.
         """
         samples = [s for s in self._new.values() if s.request_id == request_id]
-        settled = [s for s in samples if not self._is_preempted(s)]
-        running = [s for s in settled if isinstance(s, RunningSample)]
+        active_samples = [s for s in samples if not self._is_preempted(s)]
+        running = [s for s in active_samples if isinstance(s, RunningSample)]
         writers = sorted((s for s in running if s.is_fork or not s.sample), key=lambda s: s.slot)
         column, offset = divmod(writers[0].num_prompt_tokens - 1, self._after.block_size)
         if not offset:
@@ -439,7 +439,7 @@ class _Comparison:
             return []
         blocks = [block for [block] in block_lists]
         shared: list[int] = []
-        if len(settled) == len(samples):
+        if len(active_samples) == len(samples):
             old = self._old_running.get((request_id, 0))
             shared = [] if old is None else self._blocks_at(old, column)
             if not shared and len(samples) == writers[0].num_samples:

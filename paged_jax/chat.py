@@ -266,8 +266,8 @@ class Conversation:
         first, limit = len(self._system), self._llm.max_length
         while True:
             prompt: Any = self._llm.chat_prompt(self.messages)
-            fits = len(prompt["prompt_token_ids"]) <= limit - limit // _FREE_PART
-            if fits or len(self.messages) <= first + 1:
+            has_room = len(prompt["prompt_token_ids"]) <= limit - limit // _FREE_PART
+            if has_room or len(self.messages) <= first + 1:
                 return prompt
             del self.messages[first : first + 2]  # a message and its answer
 

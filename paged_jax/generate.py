@@ -173,8 +173,8 @@ def _complete(
         bar if len(prompts) > 1 else contextlib.nullcontext(),
         contextlib.closing(llm.stream(prompts, params)) as outputs,
     ):
-        observed = _with_progress(outputs, lambda num: status.advance(num, note), pictures)
-        for output in _in_order(observed, partial=is_stream):
+        displayed_outputs = _with_progress(outputs, lambda num: status.advance(num, note), pictures)
+        for output in _in_order(displayed_outputs, partial=is_stream):
             status.clear()
             _raise_error(output)
             write(output, llm)

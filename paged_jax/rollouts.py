@@ -357,18 +357,23 @@ def _decode(
     def decode_pass(
         carry: tuple[DecodeState, jax.Array, jax.Array, jax.Array],
     ) -> tuple[DecodeState, jax.Array, jax.Array, jax.Array]:
-        state, drawn, num_new, start = carry
+        state, packed_draws, num_new, start = carry
         tokens, state = decode(model, state, slots, steps)
-        drawn = lax.dynamic_update_slice_in_dim(drawn, tokens.drawn, start, axis=0)
+        packed_draws = lax.dynamic_update_slice_in_dim(
+            packed_draws, tokens.packed_draws, start, axis=0
+        )
         # If a pass ran fewer than `steps` steps, all rows have stopped, and no pass follows.
         end = jnp.where(tokens.num_steps < steps, max_tokens, start + steps)
-        return state, drawn, num_new + tokens.num_new, end
+        return state, packed_draws, num_new + tokens.num_new, end
 
     num_rows, size = slots.shape[0], steps * -(-max_tokens // steps)
-    drawn, num_new = jnp.zeros((size, num_rows, 3), jnp.int32), jnp.zeros(num_rows, jnp.int32)
-    carry = state, drawn, num_new, jnp.int32(0)
-    _, drawn, num_new, _ = lax.while_loop(lambda carry: carry[3] < max_tokens, decode_pass, carry)
-    return Draws.unpack(drawn[:max_tokens]), num_new
+    packed_draws = jnp.zeros((size, num_rows, 3), jnp.int32)
+    num_new = jnp.zeros(num_rows, jnp.int32)
+    carry = state, packed_draws, num_new, jnp.int32(0)
+    _, packed_draws, num_new, _ = lax.while_loop(
+        lambda carry: carry[3] < max_tokens, decode_pass, carry
+    )
+    return Draws.unpack(packed_draws[:max_tokens]), num_new
 
 
 def _max_blocks_in_row(
@@ -416,7 +421,7 @@ def _prefill(
     if T == 1:
         return cache
     slots = jnp.arange(cache.num_slots, dtype=jnp.int32)
-    firsts = num_samples * (slots // num_samples)
+    first_slots = num_samples * (slots // num_samples)
     token_ids, rows = prompts.token_ids[:, :-1], slots[::num_samples]
     if T - 1 <= tokens_per_pass:
         _, cache, _ = model.prefill(cache, token_ids, rows, num_tokens - 1, backend=backend)
@@ -434,7 +439,7 @@ def _prefill(
         ends = jnp.int32(0), jnp.int32(num_chunks)
         cache = cast(PagedCache, lax.fori_loop(*ends, append, cache))
     if num_samples > 1:
-        cache, _ = paged_cache.fork(cache, jnp.where(slots == firsts, -1, firsts))
+        cache, _ = paged_cache.fork(cache, jnp.where(slots == first_slots, -1, first_slots))
     return cache
 
 
@@ -536,12 +541,12 @@ def repeat_prompts(
     return jnp.repeat(rows, num_samples, axis=0), jnp.repeat(counts, num_samples)
 
 
-def join_sequences(prompts: jax.Array, num_tokens: jax.Array, drawn: jax.Array) -> jax.Array:
+def join_sequences(prompts: jax.Array, num_tokens: jax.Array, sampled_ids: jax.Array) -> jax.Array:
     """Put generated tokens [B, N] after prompts [B, T], i32 [B, T + N], padded by zeros."""
-    (_, T), N = prompts.shape, drawn.shape[1]
+    (_, T), N = prompts.shape, sampled_ids.shape[1]
     steps = jnp.arange(T + N, dtype=jnp.int32)[None] - num_tokens[:, None]
     index = jnp.clip(steps, 0, N - 1)
-    after = jnp.take_along_axis(drawn.astype(jnp.int32), index, axis=1)
+    after = jnp.take_along_axis(sampled_ids.astype(jnp.int32), index, axis=1)
     before = jnp.pad(prompts.astype(jnp.int32), ((0, 0), (0, N)))
     return jnp.where(steps < 0, before, jnp.where(steps < N, after, 0))
 

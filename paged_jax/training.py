@@ -120,7 +120,7 @@ class _ScoringBatch(NamedTuple):
 
     prompts: jax.Array  # i32 [B, T]
     num_tokens: jax.Array  # i32 [B]
-    drawn: jax.Array  # i32 [B, N]
+    sampled_ids: jax.Array  # i32 [B, N]
     num_drawn: jax.Array  # i32 [B]
     temperature: jax.Array  # f32 [B]
 
@@ -139,9 +139,9 @@ def _read_batch(
     prompts, counts = read_prompts(function, vocab_size, prompt_token_ids, num_tokens)
     if num_drawn is None and hasattr(token_ids, "dtype"):
         num_drawn = np.full(len(cast(Any, token_ids)), cast(Any, token_ids).shape[-1], np.int32)
-    drawn, num_drawn = read_rows(function, "token_ids", token_ids, "num_drawn", num_drawn)
-    sizes = bind(function, token_ids=(drawn, "BN"), num_drawn=(num_drawn, "B"))
-    _check_drawn(function, vocab_size, drawn, num_drawn)
+    sampled_ids, num_drawn = read_rows(function, "token_ids", token_ids, "num_drawn", num_drawn)
+    sizes = bind(function, token_ids=(sampled_ids, "BN"), num_drawn=(num_drawn, "B"))
+    _check_sampled_ids(function, vocab_size, sampled_ids, num_drawn)
     factors = np.float32(1) if temperature is None else temperature
     factors = _check_temperature(function, factors, len(counts))
     num_samples = sizes["B"] // len(counts)
@@ -151,21 +151,21 @@ def _read_batch(
     return _ScoringBatch(
         prompts,
         counts,
-        jnp.asarray(drawn).astype(jnp.int32),
+        jnp.asarray(sampled_ids).astype(jnp.int32),
         jnp.clip(jnp.asarray(num_drawn).astype(jnp.int32), 0, sizes["N"]),
         jnp.broadcast_to(factors, sizes["B"]),
     )
 
 
-def _check_drawn(function: str, vocab_size: int, drawn: Any, num_drawn: Any) -> None:
+def _check_sampled_ids(function: str, vocab_size: int, sampled_ids: Any, num_drawn: Any) -> None:
     """Check generated tokens [B, N] and their number [B]."""
-    B, N = drawn.shape
+    B, N = sampled_ids.shape
     if not B or not N:
         raise ValueError(
             f"{function}: token_ids must have at least one row and one column, got shape "
             f"[{B}, {N}]. Pass the generated tokens of each row."
         )
-    for name, array in {"token_ids": drawn, "num_drawn": num_drawn}.items():
+    for name, array in {"token_ids": sampled_ids, "num_drawn": num_drawn}.items():
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise ValueError(f"{function}: {name} must be an integer array, got {array.dtype}.")
     if not isinstance(num_drawn, Tracer):
@@ -175,7 +175,7 @@ def _check_drawn(function: str, vocab_size: int, drawn: Any, num_drawn: Any) -> 
                 f"{function}: num_drawn must be in 0..{N}, the number of columns of token_ids, got "
                 f"{invalid[0]}."
             )
-    check_token_ids(function, vocab_size, drawn, cast(Any, num_drawn))
+    check_token_ids(function, vocab_size, sampled_ids, cast(Any, num_drawn))
 
 
 def _check_temperature(function: str, temperature: ArrayLike, num_prompts: int) -> jax.Array:
@@ -197,8 +197,8 @@ def _check_temperature(function: str, temperature: ArrayLike, num_prompts: int) 
 
 
 def _score(model: PagedModel, batch: _ScoringBatch, num_top: int) -> TokenScores:
-    B, N = batch.drawn.shape
-    sequences = join_sequences(batch.prompts, batch.num_tokens, batch.drawn)
+    B, N = batch.sampled_ids.shape
+    sequences = join_sequences(batch.prompts, batch.num_tokens, batch.sampled_ids)
     # The last token of a sequence is only a target.
     x = model.final_states(sequences[:, :-1], batch.num_tokens + batch.num_drawn - 1)
     steps = jnp.arange(N, dtype=jnp.int32)[None]
@@ -206,7 +206,7 @@ def _score(model: PagedModel, batch: _ScoringBatch, num_top: int) -> TokenScores
     x = jnp.take_along_axis(x, positions[..., None], axis=1)
     factors = jnp.broadcast_to(batch.temperature[:, None], (B, N))
     scores = score_rows(
-        model, x.reshape(B * N, -1), batch.drawn.reshape(-1), factors.reshape(-1), num_top
+        model, x.reshape(B * N, -1), batch.sampled_ids.reshape(-1), factors.reshape(-1), num_top
     )
     is_drawn = steps < batch.num_drawn[:, None]
 

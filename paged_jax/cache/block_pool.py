@@ -113,10 +113,10 @@ def take_some(pool: BlockPool, blocks: jax.Array, is_taken: jax.Array) -> BlockP
       blocks: i32, the result of `peek`.
       is_taken: bool of the same shape, whether to allocate each block.
     """
-    is_left = ~is_taken & (blocks < pool.num_blocks)
+    is_remaining = ~is_taken & (blocks < pool.num_blocks)
     num_taken = jnp.sum(is_taken, dtype=jnp.int32)
-    position = (pool.head + num_taken + _ranks(is_left) - 1) % pool.num_blocks
-    position = jnp.where(is_left, position, pool.num_blocks)
+    position = (pool.head + num_taken + _ranks(is_remaining) - 1) % pool.num_blocks
+    position = jnp.where(is_remaining, position, pool.num_blocks)
     pool = replace(pool, free_queue=pool.free_queue.at[position].set(blocks, mode="drop"))
     return _hold_free(pool, jnp.where(is_taken, blocks, pool.num_blocks), num_taken)
 
@@ -314,8 +314,8 @@ def tally(entries: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Array, ja
     index = jnp.arange(entries.shape[0], dtype=jnp.int32)
     sorted_entries, positions = lax.sort((entries, index), num_keys=1, is_stable=True)
     is_change = sorted_entries[1:] != sorted_entries[:-1]
-    edge = jnp.ones(1, bool)
-    first = lax.cummax(jnp.where(jnp.concatenate([edge, is_change]), index, 0))
-    is_listed = jnp.concatenate([is_change, edge]) & (sorted_entries < num_blocks)
+    boundary = jnp.ones(1, bool)
+    first = lax.cummax(jnp.where(jnp.concatenate([boundary, is_change]), index, 0))
+    is_listed = jnp.concatenate([is_change, boundary]) & (sorted_entries < num_blocks)
     blocks = jnp.where(is_listed, sorted_entries, num_blocks)
     return blocks, jnp.where(is_listed, index - first + 1, 0), positions

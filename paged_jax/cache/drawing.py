@@ -118,7 +118,7 @@ def draw_html(blocks: BlockMap) -> str:
         )
     )
     num_left_out = max(len(blocks.ref_counts) - _MAX_CELLS, 0)
-    more = f"<p>and {num_left_out} more blocks</p>" if num_left_out else ""
+    remainder = f"<p>and {num_left_out} more blocks</p>" if num_left_out else ""
     rows = "".join(
         f"<tr><td>{html.escape(row.name)}</td><td>{row.num_tokens}</td>"
         f"<td>{_ids(row.block_ids)}</td></tr>"
@@ -130,7 +130,7 @@ def draw_html(blocks: BlockMap) -> str:
     table = f"<table>{head}{rows}</table>" if rows else ""
     return (
         f"<style>{_STYLE}</style><section class='paged-jax-map'>"
-        f"<b>{html.escape(blocks.title)}</b><p>{legend}</p><div>{cells}</div>{more}{table}"
+        f"<b>{html.escape(blocks.title)}</b><p>{legend}</p><div>{cells}</div>{remainder}{table}"
         "</section>"
     )
 

@@ -66,12 +66,12 @@ class PendingStep(NamedTuple):
 
     Attributes:
       plan: the plan of the step.
-      drawn: the sampled tokens: a `QueuedResult` on the device. If the step verified draft tokens,
+      result: the sampled tokens: a `QueuedResult` on the device. If the step verified draft tokens,
         it is a `StepTokens` that is already on the host. None if no sequence decodes.
     """
 
     plan: StepPlan
-    drawn: QueuedResult | StepTokens | None
+    result: QueuedResult | StepTokens | None
 
 
 class EngineCore:

@@ -406,12 +406,12 @@ def _check_names(names: list[str], expected: list[str]) -> None:
 def _check_shapes(shapes: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]) -> None:
     if list(shapes) != list(expected):
         pairs = zip(shapes, expected, strict=False)
-        differing = next(
+        mismatch = next(
             ((shape, expected_shape) for shape, expected_shape in pairs if shape != expected_shape),
             None,
         )
         raise ValueError(
             f"update_params: params must be {len(expected)} arrays of the model's shapes, got "
             f"{len(shapes)} arrays"
-            + (f". Expected shape {differing[1]}, got {differing[0]}." if differing else ".")
+            + (f". Expected shape {mismatch[1]}, got {mismatch[0]}." if mismatch else ".")
         )

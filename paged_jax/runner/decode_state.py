@@ -240,8 +240,8 @@ def _stacked(rows: list[_AssignedArrays], num_slots: int) -> _AssignedArrays:
     The slot index of padding rows is out of range, so these rows are not written.
     """
     if len(rows) > 1:
-        nothing = rows[0]._replace(sampling=rows[0].sampling._replace(slot=np.int32(num_slots)))
-        rows = rows + [nothing] * (_WIDTH - len(rows))
+        padding_row = rows[0]._replace(sampling=rows[0].sampling._replace(slot=np.int32(num_slots)))
+        rows = rows + [padding_row] * (_WIDTH - len(rows))
     return jax.tree.map(lambda *values: np.stack(values), *rows)
 
 

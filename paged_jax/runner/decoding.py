@@ -47,15 +47,15 @@ class StepTokens(NamedTuple):
     leading dimensions [N, B]; their entries past `num_new` are 0.
 
     Attributes:
-      drawn: i32[N, B, 3 + 2 * num_top], the sampled tokens, packed by `Draws.pack` so that the host
-        fetches them in a single transfer.
+      packed_draws: i32[N, B, 3 + 2 * num_top], the sampled tokens, packed by `Draws.pack` so that
+        the host fetches them in a single transfer.
       num_new: i32[B], the number of sampled tokens of each row.
       num_steps: i32[], the number of decode steps, which is the maximum of `num_new`.
       free_blocks: i32[] for each group of layers, the number of free blocks after the dispatch.
       ok: bool[], False if there were too few free blocks for all decode steps.
     """
 
-    drawn: jax.Array
+    packed_draws: jax.Array
     num_new: jax.Array
     num_steps: jax.Array
     free_blocks: tuple[jax.Array, ...]
@@ -63,8 +63,8 @@ class StepTokens(NamedTuple):
 
     @property
     def draws(self) -> Draws:
-        """The sampled tokens with their log-probabilities, unpacked from `drawn`."""
-        return Draws.unpack(self.drawn)
+        """The sampled tokens with their log-probabilities, unpacked from `packed_draws`."""
+        return Draws.unpack(self.packed_draws)
 
     @property
     def token_ids(self) -> jax.Array:
@@ -238,9 +238,9 @@ def verify_steps(
     max_drafts = first.max_lengths - starts - 2
     max_drafts = paged_cache.max_drafts(state.cache, starts, max_drafts)
     num_drafts = jnp.clip(num_drafts, 0, jnp.clip(max_drafts, 0, T))
-    fed = jnp.concatenate([first.token_ids[:, None], drafts.astype(jnp.int32)], axis=1)
+    input_ids = jnp.concatenate([first.token_ids[:, None], drafts.astype(jnp.int32)], axis=1)
     logits, cache, ok, states = model.score_drafts(
-        state.cache, fed, slots, num_drafts + 1, backend=backend
+        state.cache, input_ids, slots, num_drafts + 1, backend=backend
     )
     # The loop also compares the token that is sampled after the last draft token. Pad the draft
     # tokens with -1, which no sampled token equals.
@@ -299,7 +299,7 @@ class _Batch:
       lengths: i32[B], the number of tokens in the cache (all known tokens except the last).
       status: i32[B], `_RUNNING`, `_WAITING` or `_COMPLETE`.
       num_steps: i32[], the number of decode steps so far.
-      drawn: i32[N, B, ...], the sampled tokens, packed by `Draws.pack`.
+      packed_draws: i32[N, B, ...], the sampled tokens, packed by `Draws.pack`.
     """
 
     sampling: SlotSampling
@@ -312,7 +312,7 @@ class _Batch:
     lengths: jax.Array
     status: jax.Array
     num_steps: jax.Array
-    drawn: jax.Array
+    packed_draws: jax.Array
 
     @classmethod
     def take(cls, state: DecodeState, slots: jax.Array, max_steps: int, num_top: int) -> "_Batch":
@@ -337,7 +337,7 @@ class _Batch:
             lengths=state.cache.lengths.at[rows].get(mode="fill", fill_value=-1),
             status=jnp.where(slots >= 0, _RUNNING, _COMPLETE),
             num_steps=jnp.zeros((), jnp.int32),
-            drawn=jnp.zeros((max_steps, slots.shape[0], 3 + 2 * num_top), jnp.int32),
+            packed_draws=jnp.zeros((max_steps, slots.shape[0], 3 + 2 * num_top), jnp.int32),
         )
         return batch._stop_rows(batch.token_ids)
 
@@ -346,7 +346,7 @@ class _Batch:
         positions = self.lengths + 1
         draws, new_sampling = sample(
             logits, self.sampling, positions, self.is_running, self.slots, with_top,
-            self.constraints, num_top=(self.drawn.shape[2] - 3) // 2, backend=backend,
+            self.constraints, num_top=(self.packed_draws.shape[2] - 3) // 2, backend=backend,
         )  # fmt: skip
         ids = draws.token_ids
         batch = dataclasses.replace(
@@ -355,7 +355,7 @@ class _Batch:
             token_ids=jnp.where(self.is_running, ids, self.token_ids),
             lengths=self.lengths + self.is_running.astype(jnp.int32),
             num_steps=self.num_steps + 1,
-            drawn=self.drawn.at[self.num_steps].set(draws.pack()),
+            packed_draws=self.packed_draws.at[self.num_steps].set(draws.pack()),
         )
         return batch._stop_rows(ids)
 
@@ -407,7 +407,7 @@ class _Batch:
             token_ids=state.token_ids.at[self.slots].set(self.token_ids, mode="drop"),
         )
         num_new, free_blocks = self.lengths - starts, cache.num_free_blocks
-        return StepTokens(self.drawn, num_new, self.num_steps, free_blocks, ok), new_state
+        return StepTokens(self.packed_draws, num_new, self.num_steps, free_blocks, ok), new_state
 
 
 def _drop(slots: jax.Array, cache: PagedCache) -> jax.Array:

@@ -345,10 +345,10 @@ def _reserve(key, weights, state, num_tokens):
 
 
 def _attach(key, weights, state, slot, digests, token_ids, num_blocks):
-    cache, num_found, num_possible = paged_cache.attach_prefix(
+    cache, num_cached, num_possible = paged_cache.attach_prefix(
         state.cache, slot, digests, token_ids, num_blocks
     )
-    return replace(state, cache=cache), jnp.stack([num_found, num_possible])
+    return replace(state, cache=cache), jnp.stack([num_cached, num_possible])
 
 
 def _publish(key, weights, state, slots, columns, digests, token_ids, is_snapshot):
@@ -412,11 +412,11 @@ def _prefill_calls(programs: Programs, sizes: Sizes) -> list[Call]:
 
 
 def _decode_calls(programs: Programs, sizes: Sizes) -> list[Call]:
-    calls, no = [], np.bool_(False)
+    calls, false = [], np.bool_(False)
     for B in row_buckets(sizes.num_slots):
-        calls.append(programs.decode.call(no_slots(B), np.int32(0), no, no))
+        calls.append(programs.decode.call(no_slots(B), np.int32(0), false, false))
         if T := sizes.num_drafts:
-            calls.append(programs.verify.call(_zeros(B, T), _zeros(B), no_slots(B), no))
+            calls.append(programs.verify.call(_zeros(B, T), _zeros(B), no_slots(B), false))
     return calls
 
 

@@ -432,11 +432,11 @@ class ModelRunner:
         num_steps, vocab_size = 1 + max(map(len, drafts)), self.executor.vocab_size
         self._write_masks(find_token_masks(plan.bound, num_steps, self._sizes, vocab_size))
         self.flush()
-        guesses = np.zeros((slots.size, self._sizes.num_drafts), np.int32)
+        draft_ids = np.zeros((slots.size, self._sizes.num_drafts), np.int32)
         num_drafts = np.zeros(slots.size, np.int32)
         for row, draft in enumerate(drafts):
-            guesses[row, : len(draft)], num_drafts[row] = list(draft), len(draft)
-        return self.executor.fetch(verify.call(guesses, num_drafts, slots, _needs_top(plan)))
+            draft_ids[row, : len(draft)], num_drafts[row] = list(draft), len(draft)
+        return self.executor.fetch(verify.call(draft_ids, num_drafts, slots, _needs_top(plan)))
 
     def beam(
         self, beams: Iterable[tuple[int, int, int, int]], *, num_rows: int, num_top: int

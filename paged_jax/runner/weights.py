@@ -130,8 +130,10 @@ class Division(NamedTuple):
 def _checked(program: _Function, parts: tuple[PartitionSpec, ...], has_parts: bool) -> _Function:
     def checked(weights: list[jax.Array], state: DecodeState, *args: Any) -> Any:
         state, result = program(weights, state, *args)
-        no_pools = jax.tree.map(lambda _: None, state.cache.group_pools)
-        checked_state = dataclasses.replace(state, cache=state.cache.replace_group_pools(no_pools))
+        empty_pools = jax.tree.map(lambda _: None, state.cache.group_pools)
+        checked_state = dataclasses.replace(
+            state, cache=state.cache.replace_group_pools(empty_pools)
+        )
         # Also compare the weights that each device has a full copy of, such as norms. This is
         # cheap, because they are small.
         shared = [w for w, part in zip(weights, parts, strict=True) if part == WHOLE]

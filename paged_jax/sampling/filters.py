@@ -57,8 +57,8 @@ def filter_logits(
     # The cut-offs of top_k and top_p are logits before the division by the temperature, because the
     # division may round different logits to the same value.
     cuts = (_no_cut, _top_k_cut, _top_p_cut, _both_cuts)
-    has_k, has_p = (jnp.any(x).astype(jnp.int32) for x in (top_k > 0, top_p < 1))
-    cut = lax.switch(has_k + 2 * has_p, cuts, z, scaled, top_k, top_p)
+    has_top_k, has_top_p = (jnp.any(x).astype(jnp.int32) for x in (top_k > 0, top_p < 1))
+    cut = lax.switch(has_top_k + 2 * has_top_p, cuts, z, scaled, top_k, top_p)
     return jnp.where((z > -jnp.inf) & cut.is_kept(z), scaled, -jnp.inf)
 
 
@@ -118,10 +118,10 @@ def _top_p_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Arr
 
 def _both_cuts(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> _Cut:
     """Return the cut-off that applies top_k first, then top_p to the tokens that top_k keeps."""
-    by_k = _top_k_cut(z, scaled, top_k, top_p)
-    by_p = _top_p_cut(jnp.where(by_k.is_kept(z), z, -jnp.inf), scaled, top_k, top_p)
-    is_cut = by_p.logit > -jnp.inf
-    return _Cut(*(jnp.where(is_cut, p, k) for p, k in zip(by_p, by_k, strict=True)))
+    k_cut = _top_k_cut(z, scaled, top_k, top_p)
+    p_cut = _top_p_cut(jnp.where(k_cut.is_kept(z), z, -jnp.inf), scaled, top_k, top_p)
+    is_cut = p_cut.logit > -jnp.inf
+    return _Cut(*(jnp.where(is_cut, p, k) for p, k in zip(p_cut, k_cut, strict=True)))
 
 
 def _highest_cut(z: jax.Array, weights: jax.Array | None, goal: jax.Array) -> jax.Array:

@@ -87,18 +87,18 @@ def restrict_logits(
     # Columns of `recent_ids` with the tokens of the last L - 1 positions, the oldest first.
     columns = positions[:, None] + jnp.arange(1, num_recent, dtype=jnp.int32)[None]
     recent = jnp.take_along_axis(rows.recent_ids, columns % num_recent, axis=1)
-    is_begun = jnp.all((first < 0) | (first == recent[:, None]), axis=2)
-    completing = jnp.where(is_begun, last, z.shape[1])
+    is_prefix_match = jnp.all((first < 0) | (first == recent[:, None]), axis=2)
+    completing_ids = jnp.where(is_prefix_match, last, z.shape[1])
     row = jnp.arange(z.shape[0], dtype=jnp.int32)[:, None]
     # The bad words must not exclude all possible tokens of a row. So count the possible tokens that
     # they exclude, each token once. It would be simpler to compare the logits before and after the
     # exclusion, but this needs a copy of the logits.
-    is_possible = z.at[row, completing].get(mode="fill", fill_value=-jnp.inf) > -jnp.inf
-    is_same = completing[:, :, None] == completing[:, None]
+    is_possible = z.at[row, completing_ids].get(mode="fill", fill_value=-jnp.inf) > -jnp.inf
+    is_same = completing_ids[:, :, None] == completing_ids[:, None]
     is_repeated = jnp.any(is_same & jnp.tri(is_same.shape[1], k=-1, dtype=jnp.bool_)[None], axis=2)
-    is_left = count_true(z > -jnp.inf) > count_true(is_possible & ~is_repeated)
-    completing = jnp.where(is_left[:, None], completing, z.shape[1])
-    return z.at[row, completing].set(-jnp.inf, mode="drop")
+    has_alternatives = count_true(z > -jnp.inf) > count_true(is_possible & ~is_repeated)
+    completing_ids = jnp.where(has_alternatives[:, None], completing_ids, z.shape[1])
+    return z.at[row, completing_ids].set(-jnp.inf, mode="drop")
 
 
 def next_recent_ids(

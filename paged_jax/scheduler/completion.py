@@ -169,10 +169,10 @@ class Completion:
         for logprob in logprobs:
             total += logprob
         if self._detokenizer is not None:
-            peeked = self._detokenizer.peek(token_ids)
-            if peeked is None:
+            preview = self._detokenizer.peek(token_ids)
+            if preview is None:
                 return False
-            text = peeked
+            text = preview
             if self._stops:
                 recent = self._text[self._num_final :] + text
                 for stop in self._stops:  # This is faster than `any` with a generator.
@@ -211,8 +211,8 @@ class Completion:
         matches = [(index, s) for index, s in matches if index >= 0]
         if matches:
             index, stop = min(matches, key=lambda pair: pair[0])
-            keep = index + len(stop) if self._params.include_stop_str_in_output else index
-            self._text = self._text[:keep]
+            num_chars = index + len(stop) if self._params.include_stop_str_in_output else index
+            self._text = self._text[:num_chars]
             self.finish_reason, self.stop_reason = "stop", stop
 
     def _release_text(self) -> None:

@@ -112,11 +112,11 @@ class PlanBuilder:
 
     def add_decodes(self) -> None:
         """Add all running sequences with a complete prefill to `decodes`."""
-        ready = [s for s in self._queue.running if not s.num_prefill and s.draws_tokens]
-        for sequence in ready:
+        decodes = [s for s in self._queue.running if not s.num_prefill and s.draws_tokens]
+        for sequence in decodes:
             self._take(1, self._block_budget.num_claimed(sequence))
-        self.plan.decodes += ready
-        for sequence in ready:
+        self.plan.decodes += decodes
+        for sequence in decodes:
             self._add_forks(sequence)
 
     def add_chunks(self) -> None:
@@ -135,8 +135,8 @@ class PlanBuilder:
         # The program frees blocks at its start, and can use them for the tokens of the chunk.
         num_before = num_blocks_needed(start, self._block_size)
         num_known = num_before + self._block_budget.num_freed_next(sequence)
-        fits = max(0, (num_known + self.num_free) * self._block_size - start)
-        num_tokens = min(sequence.num_prefill, self._max_chunk, self.num_tokens, fits)
+        max_tokens = max(0, (num_known + self.num_free) * self._block_size - start)
+        num_tokens = min(sequence.num_prefill, self._max_chunk, self.num_tokens, max_tokens)
         if self._state_interval is not None:
             num_tokens = self._align(sequence, num_tokens, self._state_interval)
         if num_tokens:

@@ -98,9 +98,9 @@ async def run_beam_search(answer: Answer, job: Job) -> AsyncGenerator[tuple[int,
         ]
         step = dataclasses.replace(job, prompts=prompts, params=next_token)
         outputs = {row: output async for row, output in sample_job(answer, step)}
-        in_order = (outputs[row] for row in range(len(prompts)))
+        ordered_outputs = (outputs[row] for row in range(len(prompts)))
         for index, choice in running.items():
-            beam_outputs = list(itertools.islice(in_order, len(choice.beams)))
+            beam_outputs = list(itertools.islice(ordered_outputs, len(choice.beams)))
             first.setdefault(index, beam_outputs[0])
             suppressed_ids = _suppressed(service.token_bias, choice.num_generated)
             rows = [_most_probable(output, count, suppressed_ids) for output in beam_outputs]

@@ -54,8 +54,8 @@ class ChatAnswer(OpenAiAnswer):
 
         The field `max_completion_tokens` overrides `max_tokens`.
         """
-        newer = self.body.max_completion_tokens
-        return self.body.max_tokens if newer is None else newer
+        max_completion_tokens = self.body.max_completion_tokens
+        return self.body.max_tokens if max_completion_tokens is None else max_completion_tokens
 
     def params(self) -> dict[str, Any]:
         """Return the sampling parameters, with log-probabilities and the grammar of tool calls."""

@@ -46,8 +46,8 @@ class FairQuota:
     def has_room(self, client: str, count: int) -> bool:
         """Return whether a client may take `count` more places of the quota."""
         num_clients = len(self._num_taken.keys() | {client})
-        is_fair = self._num_taken[client] + count <= self._num_places // num_clients
-        return is_fair or self.total + count <= self._num_places
+        is_within_share = self._num_taken[client] + count <= self._num_places // num_clients
+        return is_within_share or self.total + count <= self._num_places
 
     def check(self, client: str, count: int) -> None:
         """Raise an `ApiError` if a client may not take `count` more places."""

@@ -143,8 +143,8 @@ def _limit_tokens(
             )
             params = dataclasses.replace(params, max_tokens=max_tokens)
         count += per_token * sum(min(max_tokens, token_limit) for token_limit in token_limits)
-    product = "the number of log-probabilities (n * tokens * log-probabilities per token)"
-    limits.check("max_answer_logprobs", count, None, description=product)
+    description = "the number of log-probabilities (n * tokens * log-probabilities per token)"
+    limits.check("max_answer_logprobs", count, None, description=description)
     return params
 
 

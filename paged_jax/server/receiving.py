@@ -168,9 +168,9 @@ def _other_name(body_type: type[Body], fields: Mapping[str, Any]) -> str:
 
 
 def _unknown_field(error: ErrorDetails) -> ApiError:
-    facts = error.get("ctx", {})
-    path = ".".join(map(str, filter(_is_place, (*error["loc"], facts["name"]))))
-    return ApiError(400, facts["rule"], param=path, code=UNKNOWN_FIELD)
+    context = error.get("ctx", {})
+    path = ".".join(map(str, filter(_is_place, (*error["loc"], context["name"]))))
+    return ApiError(400, context["rule"], param=path, code=UNKNOWN_FIELD)
 
 
 def _unsupported(path: list[int | str]) -> str | None:

@@ -51,8 +51,8 @@ class ResponsesAnswer(BlockAnswer):
     @property
     def max_tokens(self) -> int | None:
         """Maximum number of tokens of the answer; None if the body sets no limit."""
-        newer = self.body.max_output_tokens
-        return self.body.max_tokens if newer is None else newer
+        max_output_tokens = self.body.max_output_tokens
+        return self.body.max_tokens if max_output_tokens is None else max_output_tokens
 
     @property
     def has_format(self) -> bool:

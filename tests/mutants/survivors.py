@@ -320,8 +320,8 @@ SURVIVORS = (
         "a copy replaces one that another group needs",
         "cache/prefix",
         "paged_jax.cache.blocks.prefix:_would_complete",
-        "adds & ~loses",
-        "adds",
+        "is_added & ~is_lost",
+        "is_added",
         *_GROUPS,
     ),
     mutant(

@@ -294,13 +294,13 @@ def _would_complete(
     the block if it has a cached copy but the slot no longer holds the block. The result is True if
     a group gains the block and no group loses it.
     """
-    adds, loses = jnp.zeros(len(slots), bool), jnp.zeros(len(slots), bool)
+    is_added, is_lost = jnp.zeros(len(slots), bool), jnp.zeros(len(slots), bool)
     for tables in other_groups:
         blocks, is_held = _full_blocks(tables, slots, columns)
         is_known = block_pool.find(tables.pool, digests, slots >= 0) < tables.num_blocks
-        adds |= is_held & ~is_known & ~tables.pool.is_cached[blocks]
-        loses |= is_known & ~is_held
-    return adds & ~loses
+        is_added |= is_held & ~is_known & ~tables.pool.is_cached[blocks]
+        is_lost |= is_known & ~is_held
+    return is_added & ~is_lost
 
 
 def _publish_alike(

@@ -287,9 +287,9 @@ def plan_marks(
     # A slot with exactly `switch_lengths` tokens may read one entry and write to another, because
     # the first is shared or a snapshot. Then no mark is needed: the first entry keeps the state
     # anyway.
-    is_left = (switch_lengths > lengths) | (tables.sources == tables.entries)
+    keeps_state = (switch_lengths > lengths) | (tables.sources == tables.entries)
     is_reached = (
-        is_writer & is_left & (switch_lengths > 0) & (switch_lengths < lengths + max_tokens)
+        is_writer & keeps_state & (switch_lengths > 0) & (switch_lengths < lengths + max_tokens)
     )
     is_reached &= (tables.marks == P) | (tables.mark_lengths != switch_lengths)
     num_available = tables.pool.num_free - (P - tables.num_slots) // 2

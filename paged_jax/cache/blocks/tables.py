@@ -290,12 +290,12 @@ def _in_pieces(
     update: Update,
     tables: BlockTables,
     counts: jax.Array,
-    begins: jax.Array | None = None,
+    starts: jax.Array | None = None,
     find_column: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add,
 ) -> BlockTables:
     """Apply `update` to `counts` i32[S] table entries of each slot.
 
-    Entry number i of slot s is in column ``find_column(i, begins[s])``; in column i if `begins` is
+    Entry number i of slot s is in column ``find_column(i, starts[s])``; in column i if `starts` is
     None. `update(tables, rows, columns)` is called for `_PIECE` entries at a time and returns new
     tables. Slots are processed in order, and the last block of each slot is processed first. In the
     last call, `rows` and `columns` are padded with positions outside the table. So the cost is
@@ -309,8 +309,8 @@ def _in_pieces(
         index = piece * size + jnp.arange(size, dtype=jnp.int32)
         rows = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
         columns = ends.at[rows].get(mode="clip") - 1 - index
-        if begins is not None:
-            columns = find_column(columns, begins.at[rows].get(mode="clip"))
+        if starts is not None:
+            columns = find_column(columns, starts.at[rows].get(mode="clip"))
         return update(tables, rows, jnp.where(rows < num_slots, columns, width))
 
     num_pieces = (ends[-1] + size - 1) // size
