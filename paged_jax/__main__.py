@@ -86,8 +86,8 @@ def _print_completion(shell: str = "") -> int:
             parents = [importlib.import_module(f"paged_jax.{name}").make_parser()]
         except SystemExit:  # an extra of this command is not installed
             parents = []
-        added = commands.add_parser(name, parents=parents, add_help=not parents, help=text)
-        for action in added._actions:
+        subparser = commands.add_parser(name, parents=parents, add_help=not parents, help=text)
+        for action in subparser._actions:
             if action.metavar in _PATHS:
                 vars(action)["complete"] = getattr(shtab, _PATHS[action.metavar])
     print(shtab.complete(parser, shell))

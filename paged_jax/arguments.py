@@ -359,10 +359,12 @@ def _hint(
         name in aliases and first in valid_names for first, *aliases in _LINES
     ):
         return f" {text}"
-    holders = [candidate for candidate in ("sampling_params", "params") if candidate in valid_names]
+    candidates = [
+        candidate for candidate in ("sampling_params", "params") if candidate in valid_names
+    ]
     suggestion = suggest(name, valid_names, synonyms)
-    if holders and name in _SAMPLING_NAMES and suggestion not in holders:
-        return f" Did you mean {holders[0]}=SamplingParams({_SAMPLING_NAMES[name]}=...)?"
+    if candidates and name in _SAMPLING_NAMES and suggestion not in candidates:
+        return f" Did you mean {candidates[0]}=SamplingParams({_SAMPLING_NAMES[name]}=...)?"
     return "" if suggestion is None else f" Did you mean {suggestion}?"
 
 
@@ -396,8 +398,8 @@ def _checked(function: Any, name: str, forwards_to: Any = None) -> Any:
     assert has_options == (forwards_to is not None), f"{name} must say who gets its **options"
     if forwards_to is not None:
         parameters += inspect.signature(forwards_to).parameters.values()
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    valid_names = {parameter.name for parameter in parameters if parameter.kind in named}
+    keyword_kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    valid_names = {parameter.name for parameter in parameters if parameter.kind in keyword_kinds}
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:

@@ -404,16 +404,16 @@ def summarise(results: list[Result], seconds: float, goals: Mapping[str, float])
       goals: maps metrics to their maximum in milliseconds. The goodput is the number of requests
         per second that meet all goals. Without goals, the report has no goodput.
     """
-    done = [result for result in results if result.error is None]
-    values = [result.milliseconds() for result in done]
+    completed = [result for result in results if result.error is None]
+    values = [result.milliseconds() for result in completed]
     report: dict[str, Any] = {
         "seconds": seconds,
-        "completed": len(done),
-        "failed": len(results) - len(done),
-        "prompt_tokens": sum(result.num_prompt for result in done),
-        "output_tokens": sum(result.num_output for result in done),
-        "requests_per_second": len(done) / seconds,
-        "output_tokens_per_second": sum(result.num_output for result in done) / seconds,
+        "completed": len(completed),
+        "failed": len(results) - len(completed),
+        "prompt_tokens": sum(result.num_prompt for result in completed),
+        "output_tokens": sum(result.num_output for result in completed),
+        "requests_per_second": len(completed) / seconds,
+        "output_tokens_per_second": sum(result.num_output for result in completed) / seconds,
     }
     if goals:
         report["goodput_requests_per_second"] = sum(x.meets(goals) for x in results) / seconds

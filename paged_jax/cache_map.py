@@ -380,13 +380,13 @@ class _Comparison:
     def evictions(self) -> list[CacheEvent]:
         if self._before.num_cache_resets != self._after.num_cache_resets:
             return []
-        holders = {b: s.request_id for s in self._after.sequences for b in s.block_ids}
-        evicted: dict[str | None, list[int]] = {}
+        owners = {b: s.request_id for s in self._after.sequences for b in s.block_ids}
+        blocks_by_owner: dict[str | None, list[int]] = {}
         for block, digest in enumerate(self._before.digests):
             if digest and not self._is_kept(block):
-                evicted.setdefault(holders.get(block), []).append(block)
+                blocks_by_owner.setdefault(owners.get(block), []).append(block)
         events: list[CacheEvent] = []
-        for request_id, block_ids in evicted.items():
+        for request_id, block_ids in blocks_by_owner.items():
             suffix = "" if request_id is None else f" for request {request_id}"
             text = _insert_count(block_ids, "the cache evicted {}") + suffix
             events.append(CacheEvent("evict", request_id, block_ids, text))

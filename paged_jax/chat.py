@@ -171,19 +171,19 @@ def _interrupts_as_flag() -> Iterator[Callable[[], bool]]:
     between two steps: an exception during a step would make the engine empty its cache. A second
     Ctrl-C raises `KeyboardInterrupt` at once.
     """
-    pressed: list[bool] = []
+    interrupts: list[bool] = []
     if not sys.stdin.isatty() or threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
 
     def note(number: int, frame: Any) -> None:
-        if pressed:
+        if interrupts:
             signal.default_int_handler(number, frame)
-        pressed.append(True)
+        interrupts.append(True)
 
     before = signal.signal(signal.SIGINT, note)
     try:
-        yield lambda: bool(pressed)
+        yield lambda: bool(interrupts)
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -272,18 +272,18 @@ class Conversation:
             del self.messages[first : first + 2]  # a message and its answer
 
 
-def _describe_answer(output: RequestOutput, seen: float) -> str:
+def _describe_answer(output: RequestOutput, receive_time: float) -> str:
     """Return a line with the length and the speed of an answer.
 
     Args:
       output: the newest output of the answer.
-      seen: time at which `output` was yielded, in seconds of ``time.perf_counter()``. It is used
-        instead of the finish time if the answer was stopped early.
+      receive_time: time at which `output` was yielded, in seconds of ``time.perf_counter()``. It
+        is used instead of the finish time if the answer was stopped early.
     """
     metrics, num_tokens = output.metrics, len(output.outputs[0].token_ids)
     if metrics.first_token_time is None:
         return "last answer: no tokens"
-    seconds = (metrics.finished_time or seen) - metrics.first_token_time
+    seconds = (metrics.finished_time or receive_time) - metrics.first_token_time
     speed = f"{(num_tokens - 1) / seconds:.1f}" if num_tokens > 1 else "-"
     return (
         f"last answer: {num_tokens} tokens, {speed} tokens/s | "

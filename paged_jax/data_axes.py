@@ -71,12 +71,12 @@ def map_rows(
 
     divided, replicated = PartitionSpec(tuple(names)), PartitionSpec()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    explicit = PartitionSpec(tuple(name for name in names if kinds[name] == AxisType.Explicit))
+    explicit_spec = PartitionSpec(tuple(name for name in names if kinds[name] == AxisType.Explicit))
 
     def divide(model: Any, rows: Any) -> T:
         if is_explicit:  # `jax.shard_map` divides arrays over automatic axes only
             model = jax.sharding.reshard(model, NamedSharding(mesh, replicated))
-            rows = jax.sharding.reshard(rows, NamedSharding(mesh, explicit))
+            rows = jax.sharding.reshard(rows, NamedSharding(mesh, explicit_spec))
         return jax.shard_map(
             compute_share,
             mesh=mesh,

@@ -264,16 +264,16 @@ def _in_order(
 
     If `partial`, there is only one prompt: yield each of its outputs, also unfinished ones.
     """
-    done: dict[int, RequestOutput] = {}
-    following = 0
+    finished_outputs: dict[int, RequestOutput] = {}
+    next_index = 0
     for index, output in outputs:
         if partial:
             yield output
         elif output.finished:
-            done[index] = output
-        while following in done:
-            yield done.pop(following)
-            following += 1
+            finished_outputs[index] = output
+        while next_index in finished_outputs:
+            yield finished_outputs.pop(next_index)
+            next_index += 1
 
 
 class _Streamer:
@@ -395,7 +395,7 @@ def summarise(llm: LLM) -> str:
     time spent compiling, and the peak use of the cache.
     """
     stats = llm.stats
-    used = llm.cache.nbytes * stats.peak_num_blocks // llm.num_blocks
+    num_bytes = llm.cache.nbytes * stats.peak_num_blocks // llm.num_blocks
     first = stats.first_token_seconds
     return (
         f"prompt: {stats.num_prompt_tokens} tokens, "
@@ -404,7 +404,7 @@ def summarise(llm: LLM) -> str:
         f"{_rate(stats.num_decode_tokens, stats.decode_seconds)} | "
         f"first token: {first:.2f} s | compiling: {stats.compile_seconds:.1f} s | "
         f"blocks: {stats.peak_num_blocks} of {llm.num_blocks} | "
-        f"cache: {format_bytes(used)} of {format_bytes(llm.cache.nbytes)} used at the peak"
+        f"cache: {format_bytes(num_bytes)} of {format_bytes(llm.cache.nbytes)} used at the peak"
     )
 
 

@@ -152,8 +152,8 @@ class LLM(Engine):
             raise ValueError(
                 f"LLM.rollout: n must be the same for all prompts, got {sorted(counts)}."
             )
-        plain = [_without_text(row_params) for row_params in params]
-        group = self._add(prompts, plain, function="LLM.rollout", first_prompt=first_prompt)
+        plain_params = [_without_text(row_params) for row_params in params]
+        group = self._add(prompts, plain_params, function="LLM.rollout", first_prompt=first_prompt)
         requests = self._finish(group, use_tqdm=use_tqdm)
         return _as_rollout(
             requests, self.core.options.numerics, self.core.executor.cache_dtype.name

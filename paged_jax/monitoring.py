@@ -100,14 +100,14 @@ class Status:
         if note is not None and elapsed:
             self._bar.set_postfix_str(note(elapsed), refresh=False)
 
-    def move_to(self, done: int, total: int, name: str) -> None:
-        """Set the bar to `done` of `total` units, and show `name` at its right end."""
+    def move_to(self, num_done: int, total: int, name: str) -> None:
+        """Set the bar to `num_done` of `total` units, and show `name` at its right end."""
         if self._bar is None:
             return
         if self._bar.total != total:
             self._bar.reset(total)
         self._bar.set_postfix_str(name, refresh=False)
-        self._bar.update(done - self._bar.n)
+        self._bar.update(num_done - self._bar.n)
 
     def say(self, line: str) -> None:
         """Show a status line, in the bar if a bar is shown. It replaces the previous one."""

@@ -285,12 +285,12 @@ def as_text(plan: MemoryPlan, lengths: list[int], device: DeviceSpec | None = No
     lines = [f"{name:<8}{format_bytes(size):>12}  {note}" for name, size, note in _rows(plan)]
     lines += ["", *_table(plan, lengths, device)]
     sizes = plan.sizes
-    at_once = "1 sequence runs" if sizes.num_slots == 1 else f"{sizes.num_slots} sequences run"
+    summary = "1 sequence runs" if sizes.num_slots == 1 else f"{sizes.num_slots} sequences run"
     if plan.num_engine_blocks < plan.num_blocks:
         blocks = f"{plan.num_engine_blocks:,} blocks"
-        lines += ["", f"{at_once} at once. An engine allocates {blocks}: {plan.pool.limit}."]
+        lines += ["", f"{summary} at once. An engine allocates {blocks}: {plan.pool.limit}."]
     elif any(plan.num_paged(length) > sizes.num_slots for length in lengths):
-        lines += ["", f"{at_once} at once, see --max-num-seqs; others wait."]
+        lines += ["", f"{summary} at once, see --max-num-seqs; others wait."]
     return "\n".join(lines)
 
 
@@ -320,9 +320,9 @@ def _rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
             (name, size, f"{note}; {heads}" if name == "a block" else note)
             for name, size, note in rows
         ]
-    sums, gathers, sent = collectives(plan, sizes.num_slots)
+    sums, gathers, num_bytes = collectives(plan, sizes.num_slots)
     note = f"by each device in a decode step of {sizes.num_slots}: {sums} all-reduces, "
-    return [*rows, ("sent", sent, f"{note}{gathers} all-gather")]
+    return [*rows, ("sent", num_bytes, f"{note}{gathers} all-gather")]
 
 
 def _state_rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:

@@ -137,9 +137,9 @@ class _Rows(NamedTuple):
 
 
 def _backward(
-    static: _Static, saved: Any, scores_bar: TokenScores
+    static: _Static, residuals: Any, scores_bar: TokenScores
 ) -> tuple[jax.Array, jax.Array, None, jax.Array]:
-    x, weight, ids, factors, denominators, entropy = saved
+    x, weight, ids, factors, denominators, entropy = residuals
     ids_bar = jnp.concatenate([scores_bar.logprobs[:, None], scores_bar.top_logprobs], axis=1)
     rows = _Rows(x, factors, denominators, entropy, ids, ids_bar, scores_bar.entropy)
     (R, E), V = x.shape, weight.shape[0]

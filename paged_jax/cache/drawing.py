@@ -98,8 +98,8 @@ def draw_text(blocks: BlockMap) -> str:
 def pool_lines(ref_counts: np.ndarray, is_cached: np.ndarray) -> list[str]:
     """Draw a pool as text: a legend, then lines with a character per block."""
     symbols = "".join(
-        str(min(int(count), 9)) if count else "c" if cached else "."
-        for count, cached in zip(ref_counts, is_cached, strict=True)
+        str(min(int(count), 9)) if count else "c" if is_block_cached else "."
+        for count, is_block_cached in zip(ref_counts, is_cached, strict=True)
     )
     lines = ["  pool: . free, c free and cached, digits count the sequences of a block"]
     for start in range(0, len(symbols), _PER_LINE):
@@ -111,9 +111,9 @@ def draw_html(blocks: BlockMap) -> str:
     """Return HTML with a map of the blocks and a table of the sequences; names are escaped."""
     legend = " ".join(f'<i class="{kind}"></i>{text}' for kind, text in _KINDS.items())
     cells = "".join(
-        f'<i class="{_kind(int(count), bool(cached))}" title="block {block}, '
+        f'<i class="{_kind(int(count), bool(is_block_cached))}" title="block {block}, '
         f'used by {int(count)}"></i>'
-        for block, (count, cached) in enumerate(
+        for block, (count, is_block_cached) in enumerate(
             zip(blocks.ref_counts[:_MAX_CELLS], blocks.is_cached[:_MAX_CELLS], strict=True)
         )
     )

@@ -556,8 +556,8 @@ class CacheGroup:
 
     def shortest_lengths(self) -> jax.Array | None:
         """See `Group`."""
-        shortest = shortest_lengths(self.tables)
-        return None if isinstance(shortest, int) else shortest
+        min_lengths = shortest_lengths(self.tables)
+        return None if isinstance(min_lengths, int) else min_lengths
 
     def truncate(self, lengths: jax.Array, *, max_tokens: int) -> "CacheGroup":
         """See `Group`."""

@@ -147,8 +147,8 @@ class PagedCache:
     def replace_tables(self, tables: Iterable[BlockTables]) -> "PagedCache":
         """Return a copy of the cache with other tables, one `BlockTables` per `block_groups`."""
         groups = zip(self.block_groups, tables, strict=True)
-        changed = [replace(group, tables=new) for group, new in groups]
-        return self.replace_groups([*changed, *self.groups[len(changed) :]])
+        new_groups = [replace(group, tables=new) for group, new in groups]
+        return self.replace_groups([*new_groups, *self.groups[len(new_groups) :]])
 
     def replace_groups(self, groups: Iterable[Group]) -> "PagedCache":
         """Return a copy of the cache with other groups."""
@@ -346,17 +346,17 @@ def reserve_rows(
     rows = jnp.where(is_row, slots, num_slots)
     starts = take_or_fill(lengths, rows)
     if has_tiles:
-        before, requested = _sum_by_slot(rows, num_tokens, num_slots)
+        before, slot_tokens = _sum_by_slot(rows, num_tokens, num_slots)
         starts, max_tokens = starts + before, rows.size * T
     else:
-        requested = jnp.zeros(num_slots, jnp.int32)
-        requested = put_or_drop(requested, rows, num_tokens.astype(jnp.int32))
+        slot_tokens = jnp.zeros(num_slots, jnp.int32)
+        slot_tokens = put_or_drop(slot_tokens, rows, num_tokens.astype(jnp.int32))
     # If the index of a slot is too large, request -1 tokens, so that `reserve` returns ok = False.
-    requested = jnp.where(jnp.all(slots < num_slots), requested, -1)
-    cache, ok = reserve(cache, requested, max_tokens=max_tokens, backend=backend)
+    slot_tokens = jnp.where(jnp.all(slots < num_slots), slot_tokens, -1)
+    cache, ok = reserve(cache, slot_tokens, max_tokens=max_tokens, backend=backend)
     num_tokens = jnp.where(is_row & ok, num_tokens, 0)
     if has_drafts:
-        cache = plan_drafts(cache, (requested > 0) & ok, lengths)
+        cache = plan_drafts(cache, (slot_tokens > 0) & ok, lengths)
 
     steps = jnp.arange(T, dtype=jnp.int32)[None]
     positions = (starts[:, None] + steps).reshape(-1)
@@ -390,11 +390,11 @@ def _sum_by_slot(
     index = jnp.arange(rows.size, dtype=jnp.int32)
     is_before = (rows[None, :] == rows[:, None]) & (index[None, :] < index[:, None])
     is_of_slot = rows[None, :] == jnp.arange(num_slots, dtype=jnp.int32)[:, None]
-    before, requested = (
+    before, slot_tokens = (
         jnp.sum(jnp.where(mask, num_tokens[None, :], 0), axis=1, dtype=jnp.int32)
         for mask in (is_before, is_of_slot)
     )
-    return before, requested
+    return before, slot_tokens
 
 
 def plan(
@@ -494,12 +494,12 @@ def _finish(
     cache: PagedCache, reservations: Sequence[GroupReservation], backend: str | None
 ) -> tuple[PagedCache, jax.Array]:
     """Apply the reservations of all groups and copy their blocks, if all are possible."""
-    possible = [
+    conditions = [
         reservation.is_possible
         for reservation in reservations
         if reservation.is_possible is not None
     ]
-    ok = functools.reduce(lambda a, b: a & b, possible)
+    ok = functools.reduce(lambda a, b: a & b, conditions)
     pairs = zip(cache.groups, reservations, strict=True)
     return cache.replace_groups(
         group.finish(reservation, ok, backend) for group, reservation in pairs
@@ -575,9 +575,9 @@ def truncate(cache: PagedCache, lengths: jax.Array, *, max_tokens: int) -> Paged
       ValueError: the cache has states of recurrent layers, or an argument is invalid, see
         `paged_jax.blocks.truncate`.
     """
-    shortest = [group.shortest_lengths() for group in cache.groups]
+    min_lengths = [group.shortest_lengths() for group in cache.groups]
     # All groups have the same lengths, so the window of a group limits all of them.
-    limits = [length for length in shortest if length is not None]
+    limits = [length for length in min_lengths if length is not None]
     lengths = functools.reduce(jnp.maximum, limits, lengths)
     return cache.replace_groups(
         group.truncate(lengths, max_tokens=max_tokens) for group in cache.groups

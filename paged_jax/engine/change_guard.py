@@ -31,8 +31,8 @@ class ChangeGuard:
         # Inspect the generator of the change instead of a flag, because an interrupt could leave
         # the flag set. If it comes before the start, the traceback keeps a generator that never
         # starts.
-        latest = self._latest()
-        return latest is not None and inspect.getgeneratorstate(latest) in (
+        generator = self._latest()
+        return generator is not None and inspect.getgeneratorstate(generator) in (
             inspect.GEN_RUNNING,
             inspect.GEN_SUSPENDED,
         )

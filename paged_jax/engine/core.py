@@ -352,8 +352,8 @@ class EngineCore:
 
     def _drop_ended(self) -> None:
         """Ignore the result of the step that is queued ahead if all its sequences have ended."""
-        ahead = self._ahead
-        if ahead is not None and all(sequence.slot is None for sequence in ahead.plan.decodes):
+        pending = self._ahead
+        if pending is not None and all(sequence.slot is None for sequence in pending.plan.decodes):
             self._ahead = None
 
     def restart(self) -> None:
@@ -397,13 +397,13 @@ class EngineCore:
         """
         source = self.block_meter if self.is_ahead else self.runner
         groups = self.loaded.config.cache_groups
-        uses: list[GroupUse] = []
+        group_uses: list[GroupUse] = []
         for group, size, free in zip(
             groups, self.executor.pool_sizes, source.free_blocks, strict=True
         ):
             rule = group.retention
-            uses.append(GroupUse(rule.label, rule.text, group.num_layers, size, size - free))
-        return uses
+            group_uses.append(GroupUse(rule.label, rule.text, group.num_layers, size, size - free))
+        return group_uses
 
     def replace_weights(self, new: NewWeights) -> None:
         """Replace the weights by `new`, the result of `weight_swap.prepare`.

@@ -489,13 +489,13 @@ def _step_bytes(
 
 
 def _activation_bytes(config: ModelConfig, platform: str, num_tokens: int) -> int:
-    per_layer = max(
+    bytes_per_layer = max(
         part.num_features(config.hidden_size) for spec in {*config.layers} for part in spec.walk()
     )
     num_residuals = _RESIDUALS
     if keeps_layer_outputs(platform):
         num_residuals = config.num_hidden_layers + 1
-    activations = 4 * num_tokens * (per_layer + num_residuals * config.hidden_size)
+    activations = 4 * num_tokens * (bytes_per_layer + num_residuals * config.hidden_size)
     return (
         activations
         + _TILE_BYTES

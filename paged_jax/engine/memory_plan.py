@@ -172,8 +172,8 @@ class MemoryPlan:
             (group.block + group.overhead) * group.num_held(length, block_size)
             for group in footprint.groups
         )
-        fixed = footprint.fixed - self.sizes.num_slots * footprint.sequence_state
-        return (self.memory - fixed) // bytes_per_sequence
+        fixed_bytes = footprint.fixed - self.sizes.num_slots * footprint.sequence_state
+        return (self.memory - fixed_bytes) // bytes_per_sequence
 
     def num_running(self, length: int) -> int:
         """Return the number of sequences of `length` tokens that can run at the same time.
@@ -362,8 +362,8 @@ def collectives(plan: MemoryPlan, batch: int) -> Collectives:
     layer_sums += _embedding_sums(plan.config)
     num_all_reduces, sums = len(layer_sums), sum(layer_sums)
     logits = num_devices * plan.shard.vocab_size
-    sent = _FLOAT_BYTES * batch * (2 * sums + logits) * (num_devices - 1) // num_devices
-    return Collectives(num_all_reduces, 1, sent)
+    num_bytes = _FLOAT_BYTES * batch * (2 * sums + logits) * (num_devices - 1) // num_devices
+    return Collectives(num_all_reduces, 1, num_bytes)
 
 
 def _embedding_sums(config: ModelConfig) -> list[int]:

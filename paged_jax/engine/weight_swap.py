@@ -187,10 +187,10 @@ class WeightSwap:
         shapes = {name: jnp.shape(array) for name, array in arrays.items()}
         sources = find_sources("update_params", model.config, leaves.floats, shapes, mapping)
         sharding = leaves.shardings[0]
-        used = {source.name for source in sources.values()}
+        used_names = {source.name for source in sources.values()}
         local_arrays = {
             name: _to_devices(arrays[name], _divided_sharding(shapes[name], sharding))
-            for name in sorted(used)
+            for name in sorted(used_names)
         }
         if model.config.tie_word_embeddings and HEAD in sources:
             _check_tied_head(model.config, local_arrays, sources)

@@ -321,15 +321,16 @@ def find_token_masks(
         return None
     masks = TokenMasks.create(sizes, vocab_size)
     for row, (sequence, grammar) in enumerate(grammars):
-        forced, start = grammar.forced[: sizes.max_forced], len(sequence.token_ids)
+        forced_ids, start = grammar.forced[: sizes.max_forced], len(sequence.token_ids)
         assert sequence.slot is not None
         masks.slots[row], masks.starts[row] = sequence.slot, start
-        masks.num_forced[row], masks.forced_ids[row, : len(forced)] = len(forced), forced
-        masks.waits_at[row] = start + len(forced)
-        has_ended = grammar.ends and len(forced) == len(grammar.forced)
+        masks.num_forced[row] = len(forced_ids)
+        masks.forced_ids[row, : len(forced_ids)] = forced_ids
+        masks.waits_at[row] = start + len(forced_ids)
+        has_ended = grammar.ends and len(forced_ids) == len(grammar.forced)
         # The mask is needed only if the dispatch samples more tokens than the grammar forces.
-        if has_ended or len(forced) < num_steps:
+        if has_ended or len(forced_ids) < num_steps:
             # After the end of the grammar, the mask allows every token.
             grammar.write_mask(masks.masks[row])
-            masks.waits_at[row] = NEVER if has_ended else start + len(forced) + 1
+            masks.waits_at[row] = NEVER if has_ended else start + len(forced_ids) + 1
     return masks

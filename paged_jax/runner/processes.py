@@ -220,9 +220,9 @@ class LeadingExecutor(Executor):
     def assign(self, assignments: list[Assignment]) -> None:
         """See `Executor.assign`."""
         self._join()
-        fields = [_assignment_fields(assignment) for assignment in assignments]
+        records = [_assignment_fields(assignment) for assignment in assignments]
         token_ids = tuple(np.asarray(assignment.token_ids, np.int32) for assignment in assignments)
-        self._tell("assign", {"assignments": fields}, token_ids)
+        self._tell("assign", {"assignments": records}, token_ids)
         super().assign(assignments)
 
     def _write_token_masks(self, masks: TokenMasks) -> None:

@@ -85,8 +85,8 @@ class FirstPrograms:
         if folder is None or starts is None or not is_possible:
             return
         device = jax.local_devices()[0]
-        plain = [item for item in options.items() if isinstance(item[1], _PLAIN)]
-        name = hashlib.sha256(repr((_environment(device), plain)).encode()).hexdigest()
+        plain_options = [item for item in options.items() if isinstance(item[1], _PLAIN)]
+        name = hashlib.sha256(repr((_environment(device), plain_options)).encode()).hexdigest()
         self._file = starts / name
         keys = (user_cache.read(self._file) or b"").decode(errors="replace").split()
         thread = concurrent.futures.ThreadPoolExecutor(1)

@@ -243,16 +243,16 @@ class Weights:
         """The weights in the model layout. If programs use another layout, these are copies."""
         if not self.arrays:
             return []
-        named = zip(self.names, self.arrays, strict=True)
+        named_leaves = zip(self.names, self.arrays, strict=True)
         if self._parallel is not None:
-            return [self._parallel.to_model_layout(name, x) for name, x in named]
-        return [self._permute(lambda layout: layout.unprepare, name, x) for name, x in named]
+            return [self._parallel.to_model_layout(name, x) for name, x in named_leaves]
+        return [self._permute(lambda layout: layout.unprepare, name, x) for name, x in named_leaves]
 
     def _to_program_layout(self, arrays: list[jax.Array]) -> list[jax.Array]:
-        named = zip(self.names, arrays, strict=True)
+        named_leaves = zip(self.names, arrays, strict=True)
         if self._parallel is not None:
-            return [self._parallel.to_program_layout(name, x) for name, x in named]
-        return [self._permute(lambda layout: layout.prepare, name, x) for name, x in named]
+            return [self._parallel.to_program_layout(name, x) for name, x in named_leaves]
+        return [self._permute(lambda layout: layout.prepare, name, x) for name, x in named_leaves]
 
     def _permute(
         self, method: Callable[[Layout], Callable[[Any], Any]], name: str, array: jax.Array

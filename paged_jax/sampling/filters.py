@@ -101,18 +101,18 @@ def _top_p_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Arr
     temperature, both f32[S, V].
     """
     weights = jnp.where(z == -jnp.inf, 0.0, jnp.exp(scaled))
-    goal = top_p * jnp.sum(weights, axis=1)
-    logit = _highest_cut(z, weights, goal)
-    # Keep at least the most probable token, even if `goal` is rounded to 0.
+    target_sum = top_p * jnp.sum(weights, axis=1)
+    logit = _highest_cut(z, weights, target_sum)
+    # Keep at least the most probable token, even if `target_sum` is rounded to 0.
     logit = jnp.minimum(logit, jnp.max(z, axis=1))
     logit = jnp.where(top_p < 1, logit, -jnp.inf)
     is_tie = z == logit[:, None]
     # Tokens with a logit equal to the cut-off have equal weights. Keep as many of them as needed to
-    # reach `goal`: the missing weight, divided by the weight of one of these tokens, rounded up.
+    # reach `target_sum`: the missing weight, divided by the weight of one of them, rounded up.
     weight = jnp.max(jnp.where(is_tie, weights, 0.0), axis=1)
     weight_above = jnp.sum(_weights_above(z > logit[:, None], weights), axis=1)
-    missing = jnp.ceil((goal - weight_above) / jnp.where(weight > 0, weight, 1.0))
-    num_ties = jnp.maximum(missing, 1.0).astype(jnp.int32)
+    num_missing = jnp.ceil((target_sum - weight_above) / jnp.where(weight > 0, weight, 1.0))
+    num_ties = jnp.maximum(num_missing, 1.0).astype(jnp.int32)
     return _Cut(logit, _nth_true(is_tie, num_ties))
 
 
@@ -124,11 +124,11 @@ def _both_cuts(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Arr
     return _Cut(*(jnp.where(is_cut, p, k) for p, k in zip(p_cut, k_cut, strict=True)))
 
 
-def _highest_cut(z: jax.Array, weights: jax.Array | None, goal: jax.Array) -> jax.Array:
-    """Return the highest cut-off at which the kept tokens weigh at least `goal` in total.
+def _highest_cut(z: jax.Array, weights: jax.Array | None, target: jax.Array) -> jax.Array:
+    """Return the highest cut-off at which the kept tokens weigh at least `target` in total.
 
     Tokens with a logit >= the cut-off are kept. The cut-off of a row is -inf if its total weight is
-    less than `goal`.
+    less than `target`.
 
     The search tries bit patterns of float32 numbers. It is exact: sums are computed in a fixed
     order, so rounded sums of non-negative weights are monotone. On CPUs it is a binary search with
@@ -140,12 +140,12 @@ def _highest_cut(z: jax.Array, weights: jax.Array | None, goal: jax.Array) -> ja
     Args:
       z: f32[S, V], the logits.
       weights: f32[S, V], weights >= 0 of the tokens; None gives each token the weight 1.
-      goal: [S], the required total weight.
+      target: [S], the required total weight.
 
     Returns:
       f32[S], the cut-offs.
     """
-    args = z, goal, *(() if weights is None else (weights,))
+    args = z, target, *(() if weights is None else (weights,))
     return lax.platform_dependent(
         *args,
         cpu=lambda *args: search_cut(*args, num_bits=1),
@@ -163,7 +163,7 @@ _TIE_GROUP = 256
 
 
 def search_cut(
-    z: jax.Array, goal: jax.Array, weights: jax.Array | None = None, *, num_bits: int
+    z: jax.Array, target: jax.Array, weights: jax.Array | None = None, *, num_bits: int
 ) -> jax.Array:
     """Compute `_highest_cut` in 32 / num_bits passes, which try 2**num_bits - 1 cut-offs each."""
     num_rows, vocab_size = z.shape
@@ -187,7 +187,7 @@ def search_cut(
         cuts = low[None] + width * jnp.arange(1, num_cuts + 1, dtype=jnp.uint32)[:, None]
         floats = as_float(cuts)[:, :, None, None]
         parts = [_sum(_weights_above(z >= floats[i], weights)) for i in range(num_cuts)]
-        is_reached = _sum(jnp.stack(parts)) >= goal[None]
+        is_reached = _sum(jnp.stack(parts)) >= target[None]
         # Ignore cut-offs that have overflowed the unsigned integers and wrapped around.
         is_reached &= (cuts > low[None]) & (cuts < _INFINITY)
         return low + width * jnp.sum(is_reached, axis=0, dtype=jnp.uint32)

@@ -62,11 +62,11 @@ def adjust_logits(
     z = z.at[row, held_ids].set(-jnp.inf, mode="drop")
     is_prompt = rows.prompt_mask.at[slots].get(mode="clip")
     counts = rows.output_counts.at[slots].get(mode="clip")
-    seen = counts > 0
+    is_sampled = counts > 0
     r = rows.repetition_penalty[:, None]
-    z = jnp.where(is_prompt | seen, jnp.where(z > 0, z / r, z * r), z)
+    z = jnp.where(is_prompt | is_sampled, jnp.where(z > 0, z / r, z * r), z)
     z = z - rows.frequency_penalty[:, None] * counts.astype(jnp.float32)
-    return z - jnp.where(seen, rows.presence_penalty[:, None], 0.0)
+    return z - jnp.where(is_sampled, rows.presence_penalty[:, None], 0.0)
 
 
 def restrict_logits(

@@ -278,12 +278,12 @@ def rows_of(state: SlotSampling, slots: jax.Array) -> SlotSampling:
       The state with B rows in its small fields. Large fields are not gathered: they keep their S
       rows, and `sample` indexes them by its argument `slots`.
     """
-    unsliced = {name: getattr(state, name) for name in _WHOLE}
+    unsliced_fields = {name: getattr(state, name) for name in _WHOLE}
     rows = jax.tree.map(
         lambda x: x.at[slots].get(mode="clip"),
-        dataclasses.replace(state, **dict.fromkeys(unsliced)),
+        dataclasses.replace(state, **dict.fromkeys(unsliced_fields)),
     )
-    return dataclasses.replace(rows, **unsliced)
+    return dataclasses.replace(rows, **unsliced_fields)
 
 
 def top_logprobs(
@@ -325,8 +325,8 @@ def top_logprobs(
         values, ids = lax.top_k(logits, k)
         return values - log_sum_exp(logits, backend=backend), ids
     bias_ids, bias_values = bias
-    biased = logits.at[:, bias_ids].add(bias_values)
-    values, ids = lax.top_k(biased, k)
+    biased_logits = logits.at[:, bias_ids].add(bias_values)
+    values, ids = lax.top_k(biased_logits, k)
     return values - log_sum_exp(logits, backend=backend), ids
 
 

@@ -397,12 +397,12 @@ def usage(outputs: Sequence[RequestOutput]) -> schemas.Usage:
     """Return the numbers of prompt tokens, generated tokens, and cached prompt tokens."""
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_new = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-    cached = sum(output.num_cached_tokens for output in outputs)
+    num_cached = sum(output.num_cached_tokens for output in outputs)
     return schemas.Usage(
         prompt_tokens=num_prompt,
         completion_tokens=num_new,
         total_tokens=num_prompt + num_new,
-        prompt_tokens_details=schemas.PromptTokensDetails(cached_tokens=cached),
+        prompt_tokens_details=schemas.PromptTokensDetails(cached_tokens=num_cached),
     )
 
 

@@ -117,10 +117,10 @@ class MessagesAnswer(BlockAnswer):
     def _usage(self, output: RequestOutput) -> JsonDict:
         """Return the token counts. ``input_tokens`` excludes tokens found in the prefix cache."""
         total = usage([output])
-        cached = total.prompt_tokens_details.cached_tokens
+        num_cached = total.prompt_tokens_details.cached_tokens
         return {
-            "input_tokens": total.prompt_tokens - cached,
-            "cache_read_input_tokens": cached,
+            "input_tokens": total.prompt_tokens - num_cached,
+            "cache_read_input_tokens": num_cached,
             "cache_creation_input_tokens": 0,
             "output_tokens": total.completion_tokens,
             "output_tokens_details": {
@@ -153,8 +153,14 @@ class MessagesAnswer(BlockAnswer):
     def _events_of(self, change: BlockChange) -> list[JsonDict]:
         block, index = change.block, {"index": change.block.index}
         if change.action == "open":
-            empty = Block(block.index, block.kind, block.name, id=block.id)
-            return [{"type": "content_block_start", **index, "content_block": self._content(empty)}]
+            empty_block = Block(block.index, block.kind, block.name, id=block.id)
+            return [
+                {
+                    "type": "content_block_start",
+                    **index,
+                    "content_block": self._content(empty_block),
+                }
+            ]
         if change.action == "extend":
             if block.kind == "reasoning" and self._hides_thinking:
                 return []

@@ -28,9 +28,9 @@ _BEAM_PARAMS = frozenset(
 
 def check_beam_search(answer: Answer) -> None:
     """Raise an `ApiError` if a field of the request cannot be combined with beam search."""
-    plain = SamplingParams(temperature=0)
+    default_params = SamplingParams(temperature=0)
     for name, value in answer.params().items():
-        neutral = getattr(plain, name)
+        neutral = getattr(default_params, name)
         is_neutral = value == neutral or (neutral == () and not value)
         if name not in _BEAM_PARAMS and not is_neutral:
             name = answer.constraint_field if name == "structured_outputs" else name

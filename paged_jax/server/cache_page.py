@@ -84,7 +84,7 @@ async def _state(service: Service, request: Request) -> Response:
             request.receive, lambda engine: service.cache_recorder.state(engine, number)
         )
 
-    generated = service.snapshot.stats.num_generated_tokens
+    num_generated = service.snapshot.stats.num_generated_tokens
 
     def render() -> Response:
         state = {
@@ -92,7 +92,7 @@ async def _state(service: Service, request: Request) -> Response:
             # A new start time tells the page that the server was restarted: the numbers of its
             # events begin at 1 again.
             "started": service.created,
-            "num_generated_tokens": generated,
+            "num_generated_tokens": num_generated,
             **dataclasses.asdict(cache_map),
             "events": events,
         }

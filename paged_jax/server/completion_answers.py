@@ -184,11 +184,11 @@ class CompletionAnswer(OpenAiAnswer):
     def _choice(self, prompt: int, output: RequestOutput, delta: SampleDelta) -> JsonDict:
         key = prompt, delta.sample.index
         is_first = key not in self._offsets
-        echoed = self._prompt_text(prompt, output) if self.body.echo and is_first else ""
+        echoed_text = self._prompt_text(prompt, output) if self.body.echo and is_first else ""
         return to_json_dict(
             schemas.CompletionChoice,
             index=prompt * len(output.outputs) + delta.sample.index,
-            text=echoed + delta.text,
+            text=echoed_text + delta.text,
             logprobs=self._logprobs(key, output, delta),
             finish_reason=delta.sample.finish_reason,
             stop_reason=delta.sample.stop_reason,

@@ -77,11 +77,11 @@ class CompletionEndpoint(Generic[B]):
 async def _respond(answer: Answer) -> Response:
     """Generate all samples and return the whole response."""
     job = await make_job(answer)
-    finished: dict[int, RequestOutput] = {}
+    finished_outputs: dict[int, RequestOutput] = {}
     async with contextlib.aclosing(run(answer, job)) as outputs:
         async for index, output in outputs:
-            finished[index] = output
-    ordered = [finished[index] for index in range(len(job.prompts))]
+            finished_outputs[index] = output
+    ordered = [finished_outputs[index] for index in range(len(job.prompts))]
     size = sum(num_entries(output, whole_samples(output)) for output in ordered)
     return await answer.service.render(size, lambda: json_response(answer.response_body(ordered)))
 
@@ -175,7 +175,7 @@ class _EventSender:
 async def _send_events(answer: Answer, sender: _EventSender) -> None:
     """Send the events of a stream: opening events, events with new text, and the end."""
     job = await make_job(answer)
-    tracker, finished, data = DeltaTracker(), dict[int, RequestOutput](), b""
+    tracker, finished_outputs, data = DeltaTracker(), dict[int, RequestOutput](), b""
     async with contextlib.aclosing(run(answer, job, sender.accept)) as outputs:
         async for index, output in outputs:
             deltas = tracker.deltas(index, output)
@@ -185,13 +185,13 @@ async def _send_events(answer: Answer, sender: _EventSender) -> None:
                 functools.partial(answer.events, index, output, deltas),
             )
             if output.finished:
-                finished[index] = output
+                finished_outputs[index] = output
             # The events of the last output are sent together with the closing events.
-            if data and sender.is_accepted and len(finished) < len(job.prompts):
+            if data and sender.is_accepted and len(finished_outputs) < len(job.prompts):
                 await sender.send(data)
                 data = b""
             sender.is_held = bool(data)
-    closing = answer.closing([finished[index] for index in range(len(job.prompts))])
+    closing = answer.closing([finished_outputs[index] for index in range(len(job.prompts))])
     await sender.send(b"".join([data, *map(answer.encode, closing), answer.end_mark]))
 
 

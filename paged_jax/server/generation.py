@@ -115,12 +115,12 @@ def _sampling_params(answer: Answer) -> SamplingParams:
     service, params = answer.service, answer.params()
     for name in ("logprobs", "prompt_logprobs"):
         service.limits.check("max_logprobs", params.get(name), name)
-    recommended = service.generation_config
+    generation_config = service.generation_config
     # If a chat request sets no limit, the entry `max_tokens` is None. Remove the entry if the model
     # recommends a limit, so that `fill_in` adds this limit.
-    if params.get("max_tokens", 0) is None and "max_tokens" in recommended.sampling_defaults:
+    if params.get("max_tokens", 0) is None and "max_tokens" in generation_config.sampling_defaults:
         del params["max_tokens"]
-    return SamplingParams(**recommended.fill_in(params, answer.fallback_params))
+    return SamplingParams(**generation_config.fill_in(params, answer.fallback_params))
 
 
 def _limit_tokens(

@@ -199,25 +199,25 @@ class Metrics:
 
     def _observe_tokens(self, request: Request, num_tokens: int, now: float) -> int:
         """Record the latency of a request's new tokens, and return the number of new tokens."""
-        seen = self._progress.get(request.request_id)
+        progress = self._progress.get(request.request_id)
         self._progress[request.request_id] = now, num_tokens
-        if seen is None:
+        if progress is None:
             self._observe_beginning(request)
             return num_tokens
-        before, num_before = seen
+        before, num_before = progress
         num_new = num_tokens - num_before
         if num_new > 0:
             # Assume that each of the n samples received an equal share of the tokens.
-            per_sample = num_new / len(request.sequences)
-            count = max(1, round(per_sample))
-            self._latency.observe((now - before) / max(1, per_sample), count)
+            tokens_per_sample = num_new / len(request.sequences)
+            count = max(1, round(tokens_per_sample))
+            self._latency.observe((now - before) / max(1, tokens_per_sample), count)
         return num_new
 
     def _observe_beginning(self, request: Request) -> None:
         histograms, metrics = self._histograms, request.metrics
         if metrics.first_scheduled_time is not None:
-            waited = metrics.first_scheduled_time - metrics.arrival_time
-            histograms["request_queue_time_seconds"].observe(waited)
+            queue_seconds = metrics.first_scheduled_time - metrics.arrival_time
+            histograms["request_queue_time_seconds"].observe(queue_seconds)
             self._prompt_tokens.inc(len(request.prompt_token_ids))
             self._cached_tokens.inc(request.num_cached_tokens)
         if metrics.first_token_time is not None:

@@ -99,8 +99,8 @@ async def _read(service: Service, request: Request) -> bytes:
             headers={"Accept-Encoding": "identity"},  # RFC 9110, 15.5.16
         )
     limits = service.limits
-    declared = request.headers.get("content-length", "")
-    parts, size = [], int(declared) if declared.isdecimal() else 0
+    content_length = request.headers.get("content-length", "")
+    parts, size = [], int(content_length) if content_length.isdecimal() else 0
     limits.check("max_body_bytes", size, None, description="the size of the body", status=413)
     try:
         async with asyncio.timeout(limits.body_timeout):

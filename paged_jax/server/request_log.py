@@ -263,7 +263,7 @@ def _span(record: RequestRecord, scope: Scope, model_name: str) -> Iterator[None
         usage = record.usage()
         if usage:
             attributes["gen_ai.request.model"] = model_name
-        used = {_USAGE_ATTRIBUTES[name]: value for name, value in usage.items()}
-        span.set_attributes(attributes | used)
+        usage_attributes = {_USAGE_ATTRIBUTES[name]: value for name, value in usage.items()}
+        span.set_attributes(attributes | usage_attributes)
         if record.status >= 500:
             span.set_status(trace.Status(trace.StatusCode.ERROR, record.error_code))

@@ -138,14 +138,14 @@ class ResponsesAnswer(BlockAnswer):
         location: JsonDict = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind != "call":
             location["content_index"] = 0
-        empty = Block(block.index, block.kind, block.name, id=block.id)
+        empty_block = Block(block.index, block.kind, block.name, id=block.id)
         if change.action == "open":
-            added = {
+            added_event = {
                 "type": "response.output_item.added",
                 "output_index": block.index,
-                "item": self._item(empty, status="in_progress"),
+                "item": self._item(empty_block, status="in_progress"),
             }
-            return [added, *self._part_events(empty, location, "added")]
+            return [added_event, *self._part_events(empty_block, location, "added")]
         if self._is_custom(block):
             return self._custom_events(change, location)
         name = _text_event(block)
@@ -159,11 +159,11 @@ class ResponsesAnswer(BlockAnswer):
         key = "arguments" if block.kind == "call" else "text"
         text = _arguments(block) if block.kind == "call" else block.text
         extra = {"logprobs": self._logprobs_of(block)} if block.kind == "content" else {}
-        named = {"name": self._names.split(block.name)["name"]} if block.kind == "call" else {}
+        name_field = {"name": self._names.split(block.name)["name"]} if block.kind == "call" else {}
         is_missing = block.kind == "call" and not block.text
         return [
             *([{"type": f"{name}.delta", **location, "delta": text}] if is_missing else ()),
-            {"type": f"{name}.done", **location, key: text, **extra, **named},
+            {"type": f"{name}.done", **location, key: text, **extra, **name_field},
             *self._part_events(block, location, "done"),
             {
                 "type": "response.output_item.done",

@@ -378,13 +378,13 @@ def _add_to_turn(turn: JsonDict, kind: str, item: JsonDict, path: str) -> None:
     Raises:
       ApiError: the item refers to a stored item, or is invalid.
     """
-    added: JsonDict = {}
+    fields: JsonDict = {}
     if kind == "message":
-        added["content"] = _text(item.get("content"), f"{path}.content")
+        fields["content"] = _text(item.get("content"), f"{path}.content")
     elif kind == "reasoning":
         thoughts = _text(item.get("content") or item.get("summary") or [], path)
         if thoughts:
-            added["reasoning_content"] = thoughts
+            fields["reasoning_content"] = thoughts
     elif kind in ("function_call", "custom_tool_call"):
         name = ToolNames.join(item.get("namespace"), string_of(item, "name", path))
         arguments = item.get("arguments")
@@ -392,7 +392,7 @@ def _add_to_turn(turn: JsonDict, kind: str, item: JsonDict, path: str) -> None:
             arguments = {_INPUT: string_of(item, "input", path)}
         function = {"name": name, "arguments": arguments}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
-        added["tool_calls"] = [*turn.get("tool_calls", ()), call]
+        fields["tool_calls"] = [*turn.get("tool_calls", ()), call]
     elif kind == "item_reference" and not str(item.get("id")).startswith("rs_"):
         raise ApiError(
             400,
@@ -400,12 +400,12 @@ def _add_to_turn(turn: JsonDict, kind: str, item: JsonDict, path: str) -> None:
             "Send store: false, so that clients send complete items.",
             param=path,
         )
-    if not added:
+    if not fields:
         return
     for name in ("content", "reasoning_content"):
-        if name in added and turn.get(name):
-            added[name] = turn[name] + "\n" + added[name]
-    turn |= {"role": "assistant", "content": turn.get("content", ""), **added}
+        if name in fields and turn.get(name):
+            fields[name] = turn[name] + "\n" + fields[name]
+    turn |= {"role": "assistant", "content": turn.get("content", ""), **fields}
 
 
 def _text(content: Any, path: str) -> str:

@@ -206,11 +206,11 @@ _SamplingFields = create_model("_SamplingFields", __base__=Body, **_FIELDS)
 
 
 def _add_neutral(schema: dict[str, Any]) -> None:
-    ignored = {name: {"description": "Accepted and ignored."} for name in sorted(IGNORED)}
+    ignored_fields = {name: {"description": "Accepted and ignored."} for name in sorted(IGNORED)}
     neutral = {name: {"enum": [None, *values]} for name, values in NEUTRAL_VALUES.items()}
     # A few bodies declare a field that is in `IGNORED`: bodies of chats declare `reasoning_effort`,
     # for example. In their schemas, the declaration replaces the description "ignored".
-    schema["properties"] = ignored | neutral | schema["properties"]
+    schema["properties"] = ignored_fields | neutral | schema["properties"]
     schema["additionalProperties"] = {"type": "null"}
 
 

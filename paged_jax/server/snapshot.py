@@ -103,5 +103,7 @@ class SnapshotHistory:
                 dataclasses.replace(self._latest, time=now),
             ]
         # Times must be distinct, because the page divides by the time between two snapshots.
-        distinct = {snapshot.time: snapshot for snapshot in snapshots}.values()
-        return [snapshot for snapshot in distinct if snapshot.time >= now - _HISTORY_SECONDS]
+        distinct_snapshots = {snapshot.time: snapshot for snapshot in snapshots}.values()
+        return [
+            snapshot for snapshot in distinct_snapshots if snapshot.time >= now - _HISTORY_SECONDS
+        ]

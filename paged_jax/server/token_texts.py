@@ -98,10 +98,10 @@ def split_text(text: str, offsets: Sequence[tuple[int, int]]) -> list[str]:
       >>> split_text("a  é.", [(0, 0), (0, 1), (3, 4), (3, 4), (4, 5)])
       ['', 'a', '  ', 'é', '.']
     """
-    parts, done = [""] * len(offsets), 0
+    parts, position = [""] * len(offsets), 0
     spans = [(index, *span) for index, span in enumerate(offsets) if span[0] < span[1]]
     for (index, _, end), (_, start, _) in itertools.pairwise(spans):
-        end = max(done, min(end, start))
-        parts[index], done = text[done:end], end
-    parts[spans[-1][0] if spans else -1] += text[done:]
+        end = max(position, min(end, start))
+        parts[index], position = text[position:end], end
+    parts[spans[-1][0] if spans else -1] += text[position:]
     return parts

@@ -145,11 +145,11 @@ async def tokenizer_info(service: Service, request: Request) -> Response:
       ApiError: the model has no tokenizer.
     """
     tokenizer = _tokenizer(service)
-    special = {name: tokenizer.special_tokens.get(name) for name in schemas.SPECIAL_TOKENS}
+    special_tokens = {name: tokenizer.special_tokens.get(name) for name in schemas.SPECIAL_TOKENS}
     return json_response(
         schemas.TokenizerInfo(
             tokenizer_class="PreTrainedTokenizerFast",
-            **special,
+            **special_tokens,
             chat_template=tokenizer.chat_template,
             model_max_length=service.max_model_len,
         )

@@ -276,8 +276,10 @@ def _publish_first(
         replaces = is_full & (cached_blocks < no_block) & ~pool.is_cached[blocks]
         replaces &= _would_complete(other_groups, slots, columns, digests)
         is_taken = _serve_in_order(is_new | replaces, blocks, digests)
-        older = jnp.where(is_taken & replaces, cached_blocks, no_block)
-        pool = block_pool.forget_marked(pool, put_or_drop(jnp.zeros(no_block, bool), older, True))
+        replaced_blocks = jnp.where(is_taken & replaces, cached_blocks, no_block)
+        pool = block_pool.forget_marked(
+            pool, put_or_drop(jnp.zeros(no_block, bool), replaced_blocks, True)
+        )
     else:
         is_taken = _serve_in_order(is_new, blocks, digests)
     blocks = jnp.where(is_taken, blocks, no_block)
@@ -318,10 +320,10 @@ def _publish_alike(
     `before` and `after` are the tables of the first group before and after its blocks were
     published. See `publish` for the other arguments.
     """
-    leading, is_full = _full_blocks(after, slots, columns)
-    is_cached = is_full & after.pool.is_cached[leading]
-    is_cached &= jnp.all(after.pool.digests[leading] == digests, axis=1)
-    is_new = is_cached & ~before.pool.is_cached[leading]
+    first_blocks, is_full = _full_blocks(after, slots, columns)
+    is_cached = is_full & after.pool.is_cached[first_blocks]
+    is_cached &= jnp.all(after.pool.digests[first_blocks] == digests, axis=1)
+    is_new = is_cached & ~before.pool.is_cached[first_blocks]
     blocks, is_held = _full_blocks(tables, slots, columns)
     # A digest may be new in the first group but already cached in this group. Then the first group
     # has evicted or replaced its older copy of the block, so the copy in this group is stale.

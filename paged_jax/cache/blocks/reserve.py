@@ -310,8 +310,8 @@ def plan_columns(
     # Maximum number (W) of block-table columns that `max_tokens` new tokens of a slot can occupy.
     # It is 1 for a single token.
     width = 1 + num_blocks_needed(max_tokens - 1, tables.block_size)
-    ahead = jnp.arange(min(width, tables.max_blocks_per_slot), dtype=jnp.int32)
-    columns_SW = (tables.lengths // tables.block_size)[:, None] + ahead[None, :]
+    column_offsets = jnp.arange(min(width, tables.max_blocks_per_slot), dtype=jnp.int32)
+    columns_SW = (tables.lengths // tables.block_size)[:, None] + column_offsets[None, :]
     is_written_SW = columns_SW < num_blocks_needed(end, tables.block_size)[:, None]
     is_begun_SW = columns_SW * tables.block_size < tables.lengths[:, None]
     return columns_SW, is_written_SW & (is_copy[:, None] | ~is_begun_SW)

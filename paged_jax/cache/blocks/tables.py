@@ -487,11 +487,11 @@ def truncate(tables: BlockTables, lengths: jax.Array, *, max_tokens: int) -> Blo
     check_positive("truncate", max_tokens=max_tokens)
     max_tokens = min(max_tokens, tables.max_blocks_per_slot * tables.block_size)
 
-    shortest = jnp.maximum(tables.lengths - max_tokens, shortest_lengths(tables))
-    lengths = jnp.clip(lengths, shortest, tables.lengths)
+    min_lengths = jnp.maximum(tables.lengths - max_tokens, shortest_lengths(tables))
+    lengths = jnp.clip(lengths, min_lengths, tables.lengths)
     width = num_blocks_needed(max_tokens, tables.block_size)
-    ahead = jnp.arange(width, dtype=jnp.int32)
-    columns_SW = num_blocks_needed(lengths, tables.block_size)[:, None] + ahead[None, :]
+    column_offsets = jnp.arange(width, dtype=jnp.int32)
+    columns_SW = num_blocks_needed(lengths, tables.block_size)[:, None] + column_offsets[None, :]
     rows_S1 = jnp.arange(tables.num_slots, dtype=jnp.int32)[:, None]
     # For columns past the end of the row or of the slot, the lookup returns P (no block).
     cut_SW = take_or_fill(tables.block_tables, (rows_S1, columns_SW), fill_value=tables.num_blocks)
