@@ -23,11 +23,12 @@ from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.engine import footprint
 from paged_jax.engine.device_memory import device_memory
 from paged_jax.engine.pool_size import choose_pool_size, resolve_kv_dtype
-from paged_jax.kernels import norm_rope, op
+from paged_jax.kernels import op
 from paged_jax.kernels.backend import Kernel
 from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.op import BACKENDS
 from paged_jax.kernels.triton import write as triton_write
+from paged_jax.kernels.xla.rope import rope_then_write
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.loading.parameters import ModelSpec
 from paged_jax.models.matrix_formats import MatrixFormats
@@ -317,7 +318,7 @@ def _changed(program: Program, variant: Variant) -> Program:
 
 
 _APART = Kernel(
-    functools.partial(norm_rope.rope_then_write, write=triton_write.write),
+    functools.partial(rope_then_write, write=triton_write.write),
     BACKENDS["triton"].kernels["write"].refusal,
 )
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.kernels.exact import inverse_root, rounded
-from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.linear import sum_rows
-from paged_jax.kernels.op_args import Options, RopeWriteArgs, WriteArgs
+from paged_jax.kernels.op_args import Options, RopeWriteArgs
 from paged_jax.kernels.pools import Pools
+from paged_jax.kernels.xla import rope as plain
 from paged_jax.kernels.xla.writes import write as plain_write
 
 # Maps the names in ``config.json`` to activation functions.
@@ -122,17 +122,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, backend: str | None = N
       sin: f32 ``[..., D / 2]``, sine of the angle of each pair.
       backend: see `rounded`.
     """
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
-    cos, sin = cos[..., None, :], sin[..., None, :]
-    multiply = functools.partial(_multiply, backend=backend)
-    return jnp.concatenate(
-        [
-            multiply(first, cos) - multiply(second, sin),
-            multiply(second, cos) + multiply(first, sin),
-        ],
-        axis=-1,
-    )
+    return plain.rotate(x, cos, sin, functools.partial(_multiply, backend=backend))
 
 
 def _multiply(x: jax.Array, y: jax.Array, backend: str | None) -> jax.Array:
@@ -161,28 +151,17 @@ def split_and_rotate(
     Returns:
       Queries ``[..., H, D]``, keys ``[..., K, D]`` and values ``[..., K, D]``, float32.
     """
-    *rows, K, _, D = qkv.shape
-    G = qkv.shape[-2] - 2
-    H = K * G
-    q = qkv[..., :G, :].reshape(*rows, H, D)
-    k, v = qkv[..., G, :], qkv[..., G + 1, :]
+    q, k, v = plain.split(qkv)
     if norms is not None:
-        q = rms_norm(q, norms[0], norm_eps, num_heads=H, backend=backend)
-        k = rms_norm(k, norms[1], norm_eps, num_heads=K, backend=backend)
+        q = rms_norm(q, norms[0], norm_eps, num_heads=q.shape[-2], backend=backend)
+        k = rms_norm(k, norms[1], norm_eps, num_heads=k.shape[-2], backend=backend)
     return rotate(q, cos, sin, backend), rotate(k, cos, sin, backend), v
 
 
-def rope_then_write(
-    args: RopeWriteArgs, options: Options, write: Callable[[WriteArgs], Pools] = plain_write
-) -> tuple[jax.Array, Pools]:
-    """Run `paged_rope_write` in plain JAX: normalise and rotate in float32, then call `write`."""
-    pools = args.pools
-    q, k, v = split_and_rotate(
-        args.qkv.astype(jnp.float32),
-        args.cos,
-        args.sin,
-        args.norms,
-        norm_eps=options.norm_eps,
-    )
-    pools = write(WriteArgs(pools, k, v, args.blocks, args.offsets, args.layer))
-    return q.astype(KVDtype.of(pools.dtype).query_dtype), pools
+def rope_then_write(args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
+    """Run `paged_rope_write` in plain JAX, with the sums of `sum_rows`."""
+
+    def norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+        return rms_norm(x, weight, eps, num_heads=x.shape[-2])
+
+    return plain.rope_then_write(args, options, plain_write, norm)

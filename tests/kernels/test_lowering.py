@@ -95,10 +95,15 @@ WRITING: dict[Any, list[Kind]] = {
 }
 
 # Additional factors of a write from a projection.
-PROJECTED: dict[Any, list[Kind]] = WRITING | {
+_PROJECTION: dict[Any, list[Kind]] = {
     "G": [(4, 2, 8), (1,), (3, 5, 7, 12)],
     "has_norms": each(False, True),
 }
+PROJECTED: dict[Any, list[Kind]] = WRITING | _PROJECTION
+# XLA writes pools of other dtypes.
+WRITING_ON_TPU: dict[Any, list[Kind]] = (
+    WRITING | ON_TPU | {"dtype": DTYPES, "pool_dtype": each("float32", "bfloat16")}
+)
 
 # Names of kernels in a lowered program.
 KERNEL = {"cuda": "__gpu$xla.gpu.triton", "tpu": "@tpu_custom_call", "cpu": "@paged_jax_decode_"}
@@ -113,6 +118,8 @@ SUPPORTED = [
     ("tpu", "mosaic_tpu", "decode", ATTENTION | ON_TPU),
     ("tpu", "mosaic_tpu", "prefill", ATTENTION | ON_TPU | CHUNKS),
     ("tpu", "mosaic_tpu", "ragged", RAGGED | RAGGED_ON_TPU),
+    ("tpu", "mosaic_tpu", "write", WRITING_ON_TPU),
+    ("tpu", "mosaic_tpu", "rope_write", WRITING_ON_TPU | _PROJECTION),
     ("cpu", "cpu", "decode", ATTENTION),
     ("cpu", "cpu", "ragged", RAGGED),
 ]

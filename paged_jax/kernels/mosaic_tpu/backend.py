@@ -7,11 +7,11 @@ import jax
 from paged_jax.kernels.backend import Backend, Interpret, Kernel
 from paged_jax.kernels.mosaic_tpu import attention, jax_kernels, recurrent, write
 from paged_jax.kernels.mosaic_tpu.device import device_refusal
-from paged_jax.kernels.norm_rope import rope_then_write
 from paged_jax.kernels.op_args import GroupedLinearArgs, Options, RopeWriteArgs
 from paged_jax.kernels.pools import Pools
 from paged_jax.kernels.problem import Problem
 from paged_jax.kernels.state_rows import StateStep
+from paged_jax.kernels.xla.rope import rope_then_write
 
 
 def _ragged_refusal(problem: Problem, interpret: Interpret = False) -> str | None:
