@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from paged_jax.cache.retention import AllTokens, LastTokens
 from paged_jax.models.config import PerLayerTable, stored_defaults
 from paged_jax.models.errors import UnsupportedConfigError
 from paged_jax.models.families.registry import FAMILIES
@@ -564,14 +565,15 @@ def test_from_dict_reads_the_windows_of_each_family(model_type, keys, windows):
 def test_layer_groups_start_with_the_group_that_keeps_most():
     types = ("sliding_attention", "full_attention", "sliding_attention")
     config = dataclasses.replace(_SMALL, layer_types=types, sliding_window=5)
+    whole, last = AllTokens(), LastTokens(5)
     [local] = set(config.kv_shapes)
     kept = local, ()
-    assert config.layer_groups == ((None, (1,), *kept), (5, (0, 2), *kept))
-    assert dataclasses.replace(_SMALL, sliding_window=5).layer_groups == ((5, (0, 1, 2), *kept),)
-    assert _SMALL.layer_groups == ((None, (0, 1, 2), *kept),)
-    whole = KVShape(1, 24, 24)
+    assert config.layer_groups == ((whole, (1,), *kept), (last, (0, 2), *kept))
+    assert dataclasses.replace(_SMALL, sliding_window=5).layer_groups == ((last, (0, 1, 2), *kept),)
+    assert _SMALL.layer_groups == ((whole, (0, 1, 2), *kept),)
+    wide = KVShape(1, 24, 24)
     config = dataclasses.replace(config, global_head_dim=24, num_global_key_value_heads=1)
-    assert config.layer_groups == ((None, (1,), whole, ()), (5, (0, 2), *kept))
+    assert config.layer_groups == ((whole, (1,), wide, ()), (last, (0, 2), *kept))
 
 
 def test_layers_have_their_own_sizes():

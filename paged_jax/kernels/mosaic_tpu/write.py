@@ -156,10 +156,11 @@ def _find_places(args: WriteArgs, num_tokens: int, padding: int) -> _Places:
     last = jnp.max(jnp.where(is_same, index, -1), axis=2)
     is_token = tiles >= 0
     return _Places(
-        jnp.asarray(args.layer, jnp.int32).reshape(1),
-        *(jnp.pad(x, (0, padding)) for x in (args.blocks, args.offsets)),
-        jnp.where(is_token, first, -1).reshape(-1),
-        (is_token & (last == index[:, 0])).astype(jnp.int32).reshape(-1),
+        layer=jnp.asarray(args.layer, jnp.int32).reshape(1),
+        blocks=jnp.pad(args.blocks, (0, padding)),
+        offsets=jnp.pad(args.offsets, (0, padding)),
+        leaders=jnp.where(is_token, first, -1).reshape(-1),
+        is_last=(is_token & (last == index[:, 0])).astype(jnp.int32).reshape(-1),
     )
 
 
