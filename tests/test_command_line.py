@@ -55,7 +55,7 @@ def test_add_option_flags_makes_a_flag_of_each_option_that_has_one() -> None:
 def test_add_option_flags_explains_each_option() -> None:
     text = " ".join(parser_of(options_of(ExtendedConfig)).format_help().split())
     assert "blocks kept free; see --num-blocks; default: three" in text
-    assert "tokens in a block; default: 16" in text
+    assert "whole blocks; default: 16; 128 on TPUs" in text
     assert "do not share the cached blocks" in text
 
 

@@ -314,7 +314,7 @@ def test_plan_of_states_with_other_keys_than_values_equals_the_cache(platform) -
     cache = jax.eval_shape(
         lambda: create_cache(
             OLMO_HYBRID_7B, num_slots=16, max_length=32768, num_blocks=num_blocks,
-            dtype="bfloat16", num_states=22, platform=platform,
+            block_size=plan.sizes.block_size, dtype="bfloat16", num_states=22, platform=platform,
         )
     )  # fmt: skip
     num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.group_pools))

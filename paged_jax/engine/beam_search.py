@@ -327,7 +327,7 @@ def beam_search(
 
 def _check_fits(core: EngineCore, search: "_Search") -> None:
     width, num_tokens = search.params.beam_width, len(search.prompt_token_ids)
-    num_slots, block_size = core.options.max_num_seqs, core.options.block_size
+    num_slots, block_size = core.options.max_num_seqs, core.executor.sizes.block_size
     if width > num_slots:
         raise ValueError(
             f"beam_search: beam_width must be at most max_num_seqs = {num_slots}, got {width}."

@@ -19,7 +19,7 @@ from paged_jax.engine.request_factory import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from paged_jax.formatting import short_repr
 from paged_jax.kernels import BACKENDS
 from paged_jax.kernels.kv_dtypes import KV_DTYPES
-from paged_jax.kernels.platforms import attends_to_tiles
+from paged_jax.kernels.platforms import attends_to_tiles, default_block_size
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.loading.parameters import DTYPES
 from paged_jax.models.paged_model import PagedModel
@@ -60,8 +60,8 @@ class EngineConfig:
       TypeError: there is no option of this name. The message suggests a similar name.
 
     Example:
-      >>> EngineConfig(max_num_seqs=4).block_size
-      16
+      >>> EngineConfig(max_num_seqs=4).max_chunk
+      512
       >>> EngineConfig(swap_space=-1)
       Traceback (most recent call last):
       ...
@@ -132,7 +132,13 @@ class EngineConfig:
         bounds=SWITCH,
         vllm=None,
     )
-    block_size: int = option(16, "tokens in a block", bounds=POSITIVE, decides_memory=True)
+    block_size: int | None = option(
+        None,
+        "tokens in a block; the prefix cache shares whole blocks",
+        default_help="16; 128 on TPUs, where copies of small blocks are slow",
+        bounds=POSITIVE,
+        decides_memory=True,
+    )
     num_blocks: int | None = option(
         None,
         "blocks in the pool",
@@ -339,7 +345,7 @@ class EngineConfig:
         has_tiles = self.backend in (None, "cpu") and attends_to_tiles(platform)
         has_tiles &= not has_snapshots
         return Sizes(
-            block_size=self.block_size,
+            block_size=self.block_size or default_block_size(platform),
             num_slots=self.max_num_seqs,
             max_model_len=max_model_len,
             max_chunk=min(self.max_chunk, self.max_num_batched_tokens, max_model_len),

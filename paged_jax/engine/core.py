@@ -174,7 +174,7 @@ class EngineCore:
         self.loaded = loaded
         self.executor = executor
         has_snapshots = any(group.has_snapshots for group in loaded.config.cache_groups)
-        interval = state_interval(options.block_size) if has_snapshots else None
+        interval = state_interval(executor.sizes.block_size) if has_snapshots else None
         self.runner = runner = ModelRunner(
             executor, loaded.eos_token_ids, loaded.token_bias, interval
         )
@@ -214,7 +214,7 @@ class EngineCore:
         return Scheduler(
             options.max_num_seqs,
             executor.num_blocks,
-            options.block_size,
+            executor.sizes.block_size,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_chunk=executor.sizes.max_chunk,
             max_steps=options.steps_per_dispatch,

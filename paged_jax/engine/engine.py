@@ -74,7 +74,7 @@ class Engine:
         self.generation_config = core.loaded.generation_config
         self.eos_token_ids = core.loaded.eos_token_ids
         self.token_bias = core.loaded.token_bias
-        self.block_size = config.block_size
+        self.block_size = core.executor.sizes.block_size
         self.num_blocks = core.num_blocks
         self.pool_limit = core.pool_limit
         self.max_num_seqs = config.max_num_seqs

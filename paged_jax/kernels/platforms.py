@@ -42,6 +42,19 @@ def default_kv_dtype(weights_dtype: DTypeLike, platform: str) -> np.dtype:
     return dtype if platform != "cpu" or is_in_place else jnp.dtype(jnp.float32)
 
 
+def default_block_size(platform: str) -> int:
+    """Return the number of tokens in a block of an engine's cache, unless the user chooses it.
+
+    On TPUs, the kernels issue a copy for each block, and issuing the copies of blocks of 16 tokens
+    takes longer than the copies.
+
+    Example:
+      >>> default_block_size("gpu"), default_block_size("tpu")
+      (16, 128)
+    """
+    return 128 if platform == "tpu" else 16
+
+
 def copies_weights(platform: str, dtype: DTypeLike, *, has_experts: bool) -> bool:
     """Return whether programs for a platform convert all weights to float32 before multiplying.
 
