@@ -218,7 +218,7 @@ def test_openai_client_raises_its_errors(openai_client) -> None:
         ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids"),
         ({"prompt": "a", "allowed_token_ids": [10**6]}, "allowed_token_ids must hold integers"),
         ({"prompt": "a", "bad_words": [""]}, "bad_words"),
-        ({"prompt": "a", "bad_words": ["a"] * 129}, "bad_words must have at most 128 words"),
+        ({"prompt": "a", "bad_words": ["a"] * 129}, "bad_words must be a sequence of at most 128"),
         ({"prompt": "a", "logit_bias": {"5": 1, "05": 2}}, "must have token ids as keys"),
         ({"prompt": "a", "logit_bias": {"\u0665": 1}}, "must have token ids as keys"),
         ({"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, "at most 1024"),
