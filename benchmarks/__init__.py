@@ -1,1 +1,4 @@
-"""Benchmarks of paged_jax, compared with peers in the same run: ``python -m benchmarks.NAME``."""
+"""Benchmarks of paged_jax, compared with peers in the same run: ``python -m benchmarks.NAME``.
+
+`benchmarks.harness` has the parts that they share.
+"""

@@ -14,14 +14,13 @@ warm-up calls, from the call until its result is ready.
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common.environment import environment
+from benchmarks.harness import elapsed, environment
 from paged_jax.cache import blocks
 
 WARMUP_CALLS = 20
@@ -36,13 +35,12 @@ def _copy(tables: blocks.BlockTables) -> blocks.BlockTables:
 def _time(step: Callable, tables: blocks.BlockTables, *arguments: jax.Array, repeats: int) -> dict:
     """Time the donated `step(tables, *arguments)`, always with a copy of `tables`."""
     step = jax.jit(step, donate_argnums=0)
-    seconds = []
-    for _ in range(WARMUP_CALLS + repeats):
+
+    def once() -> float:
         state = _copy(tables)
-        start = time.perf_counter()
-        jax.block_until_ready(step(state, *arguments))
-        seconds.append(time.perf_counter() - start)
-    seconds = sorted(seconds[WARMUP_CALLS:])
+        return elapsed(lambda: jax.block_until_ready(step(state, *arguments)))
+
+    seconds = sorted([once() for _ in range(WARMUP_CALLS + repeats)][WARMUP_CALLS:])
     return {
         "median_ms": 1e3 * statistics.median(seconds),
         "p90_ms": 1e3 * seconds[int(0.9 * len(seconds))],

@@ -10,25 +10,40 @@ minutes on two cores. Without the C++ kernels, exact numerics are slow:
     python -m benchmarks.exact_steps --backend xla --sizes 1x512 --rounds 3
 """
 
-import argparse
-import functools
+import itertools
 import json
-import statistics
 import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.common.environment import environment
+from benchmarks import harness
 from benchmarks.common.shapes import DTYPES, SHAPES, write_random_model
+from benchmarks.harness import Column
 from paged_jax import Engine, SamplingParams
 
 NUMERICS = ("fast", "exact")
 # Numbers of rows, and of tokens in each.
 SIZES = ((1, 512), (16, 512), (16, 2048))
+
+
+def _columns(part: str) -> tuple[Column, ...]:
+    return (
+        Column(f"{part}: fast", 16, lambda record: record[part]["fast"], "{:.3f} s"),
+        Column("exact", 10, lambda record: record[part]["exact"], "{:.3f} s"),
+        Column("ratio", 7, lambda record: record[part]["ratio"], "{:.2f}"),
+    )
+
+
+COLUMNS = (
+    Column("rows", 5, "rows"),
+    Column("tokens", 8, "tokens"),
+    *_columns("dispatch"),
+    *_columns("prompt"),
+)
 
 
 def read_size(text: str) -> tuple[int, int]:
@@ -51,11 +66,15 @@ def add_requests(engine: Engine, batch_size: int, length: int, max_tokens: int, 
         engine.add_request({"prompt_token_ids": tokens}, params)
 
 
-def median_ratio(seconds: dict[str, list[float]]) -> dict[str, float]:
+def run_all(engine: Engine) -> None:
+    """Run an engine until it has no requests."""
+    while engine.has_unfinished:
+        engine.step()
+
+
+def ratio_record(seconds: dict[str, list[float]]) -> dict[str, float]:
     """Return the median seconds with each numerics, and the median of the ratios of pairs."""
-    pairs = zip(*(seconds[name] for name in NUMERICS), strict=True)
-    medians = {name: statistics.median(seconds[name]) for name in NUMERICS}
-    return medians | {"ratio": statistics.median(exact / fast for fast, exact in pairs)}
+    return harness.medians(seconds) | {"ratio": harness.median_ratios(seconds, "fast")["exact"]}
 
 
 def measure(
@@ -63,20 +82,17 @@ def measure(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the seconds of a decode dispatch, and of a prompt, with each numerics."""
     engines = {name: make(numerics=name, max_num_seqs=batch_size) for name in NUMERICS}
-    decode: dict[str, list[float]] = {name: [] for name in NUMERICS}
-    prompt: dict[str, list[float]] = {name: [] for name in NUMERICS}
     for engine in engines.values():
         engine.core.scheduler.lookahead.is_used = False
         add_requests(engine, 1, length, 1, seed=0)  # compile
-        while engine.has_unfinished:
-            engine.step()
-    for round in range(num_rounds):
-        for name, engine in engines.items():
-            add_requests(engine, 1, length, 1, seed=1 + round)
-            start = time.perf_counter()
-            while engine.has_unfinished:
-                engine.step()
-            prompt[name].append(time.perf_counter() - start)
+        run_all(engine)
+    seeds = {name: itertools.count(1) for name in NUMERICS}
+
+    def run_prompt(name: str) -> float:
+        add_requests(engines[name], 1, length, 1, seed=next(seeds[name]))
+        return harness.elapsed(lambda: run_all(engines[name]))
+
+    prompt = harness.take_turns({name: partial(run_prompt, name) for name in NUMERICS}, num_rounds)
     for engine in engines.values():
         # Early rows decode while later rows are still computing their prompts.
         max_tokens = 8 * (num_rounds + 4) + batch_size * length // 512
@@ -84,17 +100,16 @@ def measure(
         while len(engine.step()) < batch_size:
             pass
         engine.step()  # compiles, if no dispatch had all rows before
-    for _ in range(num_rounds):
-        for name, engine in engines.items():
-            start = time.perf_counter()
-            engine.step()
-            decode[name].append(time.perf_counter() - start)
-    return median_ratio(decode), median_ratio(prompt)
+    decode = harness.take_turns(
+        {name: partial(harness.elapsed, engine.step) for name, engine in engines.items()},
+        num_rounds,
+    )
+    return ratio_record(decode), ratio_record(prompt)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    parser = argparse.ArgumentParser(description="Measure the cost of exact numerics.")
+    parser = harness.command_line("Measure the cost of exact numerics.", rounds=7)
     parser.add_argument("--shape", choices=SHAPES, default="135M")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--backend", choices=("cpu", "xla"), help="default: the best")
@@ -103,32 +118,24 @@ def main(argv: list[str] | None = None) -> int:
         "--sizes", type=read_size, nargs="+", default=SIZES, metavar="ROWSxTOKENS",
         help=f"numbers of rows, and of tokens in each; default: {sizes}",
     )  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args(argv)
-    print(f"{'rows':>5}{'tokens':>8}{'dispatch: fast':>16}{'exact':>10}{'ratio':>7}", end="")
-    print(f"{'prompt: fast':>16}{'exact':>10}{'ratio':>7}")
+    print(harness.heading(COLUMNS))
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         write_random_model(args.shape, folder, args.dtype)
         allow_long_sequences(Path(folder, "config.json"))
         for batch_size, length in args.sizes:
-            make = functools.partial(
+            make = partial(
                 Engine, folder, backend=args.backend, max_model_len=length + 256,
                 num_blocks=batch_size * (length + 256) // 16 + 64, enable_prefix_caching=False,
             )  # fmt: skip
-            decode, prompt = measure(make, batch_size, length, args.rounds)
-            print(f"{batch_size:>5}{length:>8}", end="")
-            for figures, width in ((decode, 16), (prompt, 16)):
-                print(f"{figures['fast']:>{width - 2}.3f} s{figures['exact']:>8.3f} s", end="")
-                print(f"{figures['ratio']:>7.2f}", end="")
-            print()
-            row = {"rows": batch_size, "tokens": length, "dispatch": decode, "prompt": prompt}
-            rows.append(row)
-    if args.json:
-        options = {"shape": args.shape, "dtype": args.dtype, "backend": args.backend}
-        report = {**environment(), **options, "measurements": rows}
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+            dispatch, prompt = measure(make, batch_size, length, args.rounds)
+            rows.append(
+                {"rows": batch_size, "tokens": length, "dispatch": dispatch, "prompt": prompt}
+            )
+            print(harness.row(COLUMNS, rows[-1]), flush=True)
+    options = {"shape": args.shape, "dtype": args.dtype, "backend": args.backend}
+    harness.finish(args, {**harness.environment(), **options, "measurements": rows})
     return 0
 
 

@@ -12,11 +12,10 @@ model on an H200; 0.5: a 135M model), and that blocks the caller until the loop 
 do. The result is the fraction of the time in which the device is idle.
 """
 
-import argparse
 import itertools
 import statistics
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -25,8 +24,8 @@ import numpy as np
 from flax import nnx
 
 import paged_jax
-from benchmarks.common.environment import environment, write_json
-from benchmarks.common.goals import Goal, goal_line
+from benchmarks import harness
+from benchmarks.harness import Column, Goal
 from paged_jax import Engine, Llama, LlamaConfig, SamplingParams, Tokenizer
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.runner.decoding import StepTokens
@@ -168,9 +167,9 @@ def measure(num_sequences: int, steps: int, num_dispatches: int, step_ms: list[f
     assert isinstance(device, InstantDevice)
     fill(engine, device.text)
     before, start = engine.stats, time.perf_counter()
-    advance = [_seconds(engine.advance) for _ in range(num_dispatches)]
+    advance = [harness.elapsed(engine.advance) for _ in range(num_dispatches)]
     wall, after = time.perf_counter() - start, engine.stats
-    step = [_seconds(engine.step) for _ in range(num_dispatches)]
+    step = [harness.elapsed(engine.step) for _ in range(num_dispatches)]
     num_tokens = after.num_generated_tokens - before.num_generated_tokens
     num_steps = num_tokens / num_sequences / num_dispatches
     schedule = after.schedule_seconds - before.schedule_seconds
@@ -207,17 +206,35 @@ def _idle(engine: Engine, device: InstantDevice, step_ms: float, num_dispatches:
     return (idle_later - idle) / (end - start)
 
 
-def _seconds(function: Any) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
+def _name(row: dict[str, Any]) -> str:
+    return f"{row['num_sequences']} x {row['steps_per_dispatch']}"
 
+
+def _part(name: str) -> Callable[[Any], float]:
+    return lambda row: row["parts_us"][name]
+
+
+COLUMNS = (
+    Column("sequences x steps", 18, _name),
+    Column("token step", 14, "token_step_us", "{:.0f}"),
+    Column("dispatch", 12, "dispatch_us", "{:.0f}"),
+    Column("schedule", 10, _part("schedule"), "{:.0f}"),
+    Column("run", 8, _part("run"), "{:.0f}"),
+    Column("postprocess", 13, _part("postprocess"), "{:.0f}"),
+    Column("outputs", 9, "outputs_us", "{:.0f}"),
+    Column(
+        "  device idle",
+        -13,
+        lambda row: ", ".join(f"{idle:.1%} at {name}" for name, idle in row["idle"].items()),
+        "  {}",
+    ),
+)
 
 GOALS = [
     Goal(
         f"{n} sequences: a device with 4.5 ms per step is idle for at most 3% of the time",
         lambda report, n=n: {
-            f"{row['num_sequences']} x {row['steps_per_dispatch']}": row["idle"]["4.5 ms"]
+            _name(row): row["idle"]["4.5 ms"]
             for row in report["rows"]
             if row["num_sequences"] == n and "4.5 ms" in row["idle"]
         },
@@ -229,36 +246,22 @@ GOALS = [
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    parser = argparse.ArgumentParser(description="Time the host's work in a step of the engine.")
+    parser = harness.command_line("Time the host's work in a step of the engine.")
     parser.add_argument("--sequences", type=int, nargs="+", default=list(NUM_SEQUENCES))
     parser.add_argument("--steps", type=int, nargs="+", default=list(STEPS_PER_DISPATCH))
     parser.add_argument("--step-ms", type=float, nargs="*", default=list(STEP_MS))
     parser.add_argument(
         "--dispatches", type=int, default=40, help="number of timed dispatches for each size"
     )
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args(argv)
     cases = itertools.product(args.sequences, args.steps)
     rows = [measure(n, steps, args.dispatches, args.step_ms) for n, steps in cases]
-    report = {**environment(), "rows": rows}
-    print(
-        "Microseconds. dispatch: host time of a dispatch, without its outputs; token step: the same"
+    report = {**harness.environment(), "rows": rows}
+    print("Microseconds. dispatch: host time of a dispatch, without its outputs; token step: the")
+    print("same divided by the number of its decode steps.")
+    harness.finish(
+        args, report, [*harness.table(COLUMNS, rows), *harness.goal_lines(GOALS, report)]
     )
-    print("divided by the number of its decode steps.")
-    print(f"{'sequences x steps':>18}{'token step':>14}{'dispatch':>12}", end="")
-    print(f"{'schedule':>10}{'run':>8}{'postprocess':>13}{'outputs':>9}  device idle")
-    for row in rows:
-        name = f"{row['num_sequences']} x {row['steps_per_dispatch']}"
-        print(f"{name:>18}{row['token_step_us']:>14.0f}{row['dispatch_us']:>12.0f}", end="")
-        schedule, run, postprocess = row["parts_us"].values()
-        print(
-            f"{schedule:>10.0f}{run:>8.0f}{postprocess:>13.0f}{row['outputs_us']:>9.0f}  ", end=""
-        )
-        print(", ".join(f"{idle:.1%} at {name}" for name, idle in row["idle"].items()))
-    for goal in GOALS:
-        print(goal_line(goal, report))
-    if args.json:
-        write_json(args.json, report)
     return 0
 
 

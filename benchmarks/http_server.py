@@ -43,11 +43,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from benchmarks.common.environment import environment, write_json
-from benchmarks.common.goals import Goal, goal_line
-from benchmarks.common.model import add_model_options, model_folder, model_name
-from benchmarks.serving.outcome import Outcome, median_summary, summary
-from benchmarks.serving.workloads import Request, Sizes, draw
+from benchmarks import harness
+from benchmarks.harness import Column, Goal
+from benchmarks.serving.workloads import (
+    Outcome,
+    Request,
+    Sizes,
+    add_size_options,
+    chosen_sizes,
+    draw,
+    median_summary,
+    summary,
+)
 from paged_jax import AsyncEngine, Engine, LlamaConfig, SamplingParams
 
 ENGINE, STREAMING, WHOLE = "engine", "streaming", "whole"
@@ -225,15 +232,8 @@ async def measure_all(
 
 def ratios(outcomes: dict[str, list[Outcome]], of: Callable[[Outcome], float]) -> dict[str, float]:
     """Return the median over rounds of each time relative to the engine in the same round."""
-    return {
-        name: round(
-            statistics.median(
-                of(http) / of(engine) for http, engine in zip(each, outcomes[ENGINE], strict=True)
-            ),
-            4,
-        )
-        for name, each in outcomes.items()
-    }
+    values = {name: list(map(of, each)) for name, each in outcomes.items()}
+    return {name: round(ratio, 4) for name, ratio in harness.median_ratios(values, ENGINE).items()}
 
 
 @contextlib.contextmanager
@@ -264,12 +264,7 @@ def server_process(arguments: list[str]) -> Iterator[str]:
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Measure the server with the model of a folder, and return the report."""
-    sizes = Sizes(
-        options.num_requests,
-        options.prefix_len,
-        tuple(options.prompt_lens),
-        tuple(options.new_tokens),
-    )
+    sizes = chosen_sizes(options)
     context = LlamaConfig.from_file(folder).max_position_embeddings
     if sizes.max_len > context:
         raise ValueError(f"the longest request must fit {context} tokens, got {sizes.max_len}.")
@@ -292,8 +287,8 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         gc.set_threshold(20_000)
         outcomes = asyncio.run(_measure(engine, url, sizes, options))
     return {
-        **environment(),
-        "model": model_name(options),
+        **harness.environment(),
+        "model": harness.model_name(options),
         "sizes": sizes._asdict(),
         "engine": settings,
         "results": {
@@ -343,51 +338,31 @@ async def _measure(
 
 def result_lines(report: dict[str, Any]) -> list[str]:
     """Return the lines of the table."""
-    heads = (
-        "tokens/s",
-        "x engine",
-        "CPU us/tok",
-        "x engine",
-        "server's",
-        "TTFT p50",
-        "p99",
-        "gap p50",
-    )
-    lines = [" " * 12 + "".join(f"{head:>11s}" for head in heads) + "  (ms)"]
-    for name, figures in report["results"].items():
+    columns = [
+        Column("", -12, "name"),
+        Column("tokens/s", 11, "tokens_per_s", "{:.0f}"),
+        Column("x engine", 11, "ratios_to_engine", "{:.3f}"),
+        Column("CPU us/tok", 11, "cpu_us_per_token", "{:.1f}"),
+        Column("x engine", 11, "cpu_ratios_to_engine", "{:.3f}"),
+        Column("server's", 11, "server_cpu_ratios_to_engine", "{:.3f}"),
         # A whole answer has no gaps, and its first and last token arrive together.
-        times = [figures.get(key) for key in ("ttft_ms_p50", "ttft_ms_p99", "gap_ms_p50")]
-        shown = "".join(f"{'-':>11s}" if t is None else f"{t:11.1f}" for t in times)
-        ratio, cpu_ratio, server_ratio = (report[key][name] for key in _RATIOS)
-        lines.append(
-            f"{name:12s}{figures['tokens_per_s']:11.0f}{ratio:11.3f}"
-            f"{figures['cpu_us_per_token']:11.1f}{cpu_ratio:11.3f}{server_ratio:11.3f}{shown}"
-        )
-    return lines
-
-
-def goal_lines(report: dict[str, Any]) -> list[str]:
-    """Return a line for each goal: met or not met."""
-    return [goal_line(goal, report) for goal in GOALS]
+        Column("TTFT p50", 11, "ttft_ms_p50", "{:.1f}"),
+        Column("p99", 11, "ttft_ms_p99", "{:.1f}"),
+        Column("gap p50", 11, "gap_ms_p50", "{:.1f}"),
+    ]
+    records = [
+        {"name": name} | figures | {key: report[key][name] for key in _RATIOS}
+        for name, figures in report["results"].items()
+    ]
+    first, *lines = harness.table(columns, records)
+    return [f"{first}  (ms)", *lines]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Measure the overhead of the HTTP server.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    add_model_options(parser)
-    add("--num-requests", type=int, default=64, help="requests in a round")
-    add("--prefix-len", type=int, default=128, help="tokens that all prompts share")
-    add("--prompt-lens", type=int, nargs=2, default=[16, 64], help="tokens after the prefix")
-    add("--new-tokens", type=int, nargs=2, default=[16, 96], help="tokens to generate")
-    add("--warmup-runs", type=int, default=1, help="warm-up rounds")
-    add("--runs", type=int, default=5, help="measured rounds")
-    add("--max-num-seqs", type=int, default=16, help="maximum number of running sequences")
-    add("--num-blocks", type=int, default=512, help="blocks in the pool")
-    add("--steps-per-dispatch", type=int, default=8, help="decode steps per dispatch")
-    add("--json", type=Path, metavar="FILE", help="write the results to this file")
+    parser = harness.command_line("Measure the overhead of the HTTP server.", show_defaults=True)
+    harness.add_model_options(parser)
+    add_size_options(parser, max_num_seqs=16, runs=5)
+    parser.add_argument("--num-blocks", type=int, default=512, help="blocks in the pool")
     return parser
 
 
@@ -395,16 +370,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, print, and optionally write JSON."""
     options = _parser().parse_args(arguments)
     try:
-        with model_folder(options) as folder:
+        with harness.model_folder(options) as folder:
             report = run(options, folder)
     except (ValueError, OSError) as error:
         print(f"http_server: {error}", file=sys.stderr)
         return 2
-    report["goals"] = goal_lines(report)
-    print(report["device"], report["versions"], *result_lines(report), "", sep="\n")
-    print(*report["goals"], sep="\n")
-    if options.json:
-        write_json(options.json, report)
+    report["goals"] = harness.goal_lines(GOALS, report)
+    machine = (report["device"], report["versions"])
+    harness.finish(options, report, [*machine, *result_lines(report), "", *report["goals"]])
     return 0
 
 

@@ -6,8 +6,6 @@ An engine draws samples, and `log_probs` computes their log-probabilities again 
 as a trainer does. Without rounding, both are equal, and all ratios are 1.
 """
 
-import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.common.environment import environment
+from benchmarks.harness import Column, command_line, environment, finish, heading, row
 from paged_jax import LLM, SamplingParams, log_probs
 from paged_jax.rollouts import read_rows
 
 # Dtypes of the weights and of the cache.
 DTYPES = [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
+COLUMNS = (
+    Column("weights", -10, "weights"),
+    Column("cache", -10, "cache"),
+    Column("numerics", -10, "numerics"),
+    Column("equal", 7, "equal", "{:.1%}"),
+    Column("mean", 10, "mean", "{:.1e}"),
+    Column("max", 10, "max", "{:.1e}"),
+    Column("> 1%", 7, "ratios_off_by_1_percent", "{:.1%}"),
+)
 PROMPTS = [
     "It is a truth",
     "She was",
@@ -61,29 +68,18 @@ def measure(
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    parser = argparse.ArgumentParser(
-        description="Measure importance ratios of unchanged weights, with each dtype."
-    )
+    parser = command_line("Measure importance ratios of unchanged weights, with each dtype.")
     parser.add_argument("--model", type=Path, help="checkpoint folder; default: the bundled model")
     parser.add_argument("--samples", type=int, default=8, help="number of samples per prompt")
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args(argv)
-    print(
-        f"{'weights':<10}{'cache':<10}{'numerics':<10}"
-        f"{'equal':>7}{'mean':>10}{'max':>10}{'> 1%':>7}"
-    )
+    print(heading(COLUMNS))
     rows = []
     for numerics in ("fast", "exact"):
         for dtypes in DTYPES:
-            row = measure(args.model, *dtypes, numerics, args.samples, args.max_tokens)
-            print(
-                f"{row['weights']:<10}{row['cache']:<10}{numerics:<10}{row['equal']:>7.1%}"
-                f"{row['mean']:>10.1e}{row['max']:>10.1e}{row['ratios_off_by_1_percent']:>7.1%}"
-            )
-            rows.append(row)
-    if args.json:
-        args.json.write_text(json.dumps({**environment(), "rows": rows}, indent=2) + "\n")
+            rows.append(measure(args.model, *dtypes, numerics, args.samples, args.max_tokens))
+            print(row(COLUMNS, rows[-1]), flush=True)
+    finish(args, {**environment(), "rows": rows})
     return 0
 
 

@@ -10,22 +10,17 @@ import argparse
 import json
 import re
 import sys
-import tempfile
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.attention import report as attention_report
-from benchmarks.common import figures
-from benchmarks.memory import report as memory_report
-from benchmarks.schedule import report as schedule_report
-from benchmarks.step import report as step_report
+from benchmarks import memory, schedule, step
+from benchmarks.attention import __main__ as attention
+from benchmarks.harness import Plot, PlotUnavailable, Report, plotter
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS, PLOTS = FOLDER / "results", FOLDER / "plots"
-
-Report = dict[str, Any]
 
 OURS, OTHERS = "#4c8dd6", "#b8b8b8"
 _COLORS = {"paged_jax": OURS, "transformers": "#e5904a", "llama.cpp": "#57a773"}
@@ -142,32 +137,21 @@ def plot_kv_dtype(pyplot: Any, report: Report) -> Any:
     return figure
 
 
-def _figure_of(plot: Callable[[Any, Report, Path], None]) -> Callable[[Any, Report], Any]:
-    """Return the figure of a plot that a benchmark draws itself."""
-
-    def draw(pyplot: Any, report: Report) -> Any:
-        with tempfile.TemporaryDirectory() as folder:
-            plot(pyplot, report, Path(folder, "plot.png"))
-        return pyplot.gcf()
-
-    return draw
-
-
 # Functions that draw a plot, by the start of the file name.
-DRAWN_BY: dict[str, Callable[[Any, Report], Any]] = {
+DRAWN_BY: dict[str, Plot] = {
     "allocator": plot_allocator,
-    "decode-attention": _figure_of(attention_report.plot),
+    "decode-attention": attention.plot,
     "generate": plot_generate,
     "kv-dtype": plot_kv_dtype,
-    "memory": _figure_of(memory_report.plot),
+    "memory": memory.plot,
     "replay": plot_replay,
-    "schedule": _figure_of(schedule_report.plot),
+    "schedule": schedule.plot,
     "serving": plot_serving,
-    "step": _figure_of(step_report.plot),
+    "step": step.plot,
 }
 
 
-def plot_of(file: Path) -> Callable[[Any, Report], Any] | None:
+def plot_of(file: Path) -> Plot | None:
     """Return the function that draws a file of results, or None."""
     return next((plot for start, plot in DRAWN_BY.items() if file.name.startswith(start)), None)
 
@@ -256,8 +240,8 @@ def main(arguments: list[str] | None = None) -> int:
     if missing:
         parser.error(f"no such file: {missing[0]}")
     try:
-        pyplot = figures.plotter()
-    except figures.PlotUnavailable:
+        pyplot = plotter()
+    except PlotUnavailable:
         print("plots: this needs matplotlib. Run `pip install matplotlib`.", file=sys.stderr)
         return 2
     for file in options.files or sorted(RESULTS.glob("*.json")):

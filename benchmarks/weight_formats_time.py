@@ -12,20 +12,17 @@ the speed compared with bfloat16. On a GPU it also shows the speed compared with
 a tile of the weight to floats before it multiplies.
 """
 
-import argparse
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common.device_time import Program, memory_rate, take_turns
-from benchmarks.common.environment import environment, write_json
+from benchmarks.common.device_time import Program, median_seconds, memory_rate
+from benchmarks.harness import Budget, Column, command_line, environment, finish, heading, row
 from paged_jax.kernels.linear import Weight, linear
 from paged_jax.kernels.platforms import weight_store
 from paged_jax.kernels.weight_formats import (
@@ -56,6 +53,16 @@ FORMATS: Mapping[str, WeightFormat] = {
     "q6_k": WeightFormat("int8", 16, "int8"),
     "fp8 in blocks of 128": WeightFormat("float8_e4m3fn", 128, "float32"),
 }
+
+COLUMNS = (
+    Column("format", -22, "format"),
+    Column("rows", 6, "rows"),
+    Column("time", 15, "microseconds", "{:.1f} us"),
+    Column("of rate", 10, "of_copy_rate", "{:.1%}"),
+    Column("of bf16", 11, "over_bfloat16", "{:.2f} x"),
+    Column("of XLA", 11, "over_xla", "{:.2f} x"),
+    Column("error", 10, "error", "{:.1e}"),
+)
 
 # Largest error of a result, relative to the sum of the magnitudes of its terms: rows, scales and
 # weights are rounded to bfloat16.
@@ -152,13 +159,13 @@ def measure(
       budget: seconds after which no other format is measured.
       int8_inputs: whether inputs are rounded to int8.
     """
-    start, rng = time.monotonic(), np.random.default_rng(0)
+    limit, rng = Budget(budget), np.random.default_rng(0)
     figures = []
     rate = memory_rate()
     floats = [as_weight(random_weight(FORMATS["bfloat16"], size, rng), FORMATS["bfloat16"])]
     floats = [jax.tree.map(lambda x: x + 0, floats[0]) for _ in range(num_weights)]
     for name in names:
-        if time.monotonic() - start > budget:
+        if limit.is_over():
             print(f"{name}: no time left")
             continue
         format = weight_store(jax.default_backend()).stored_format(FORMATS[name], num_devices=1)
@@ -173,7 +180,7 @@ def measure(
             }
             if format.is_quantised and jax.default_backend() == "gpu":
                 programs["xla"] = make_program(weights, num_rows, "xla")
-            seconds = take_turns(programs, rounds)
+            seconds = median_seconds(programs, rounds)
             figures.append(
                 {
                     "format": name,
@@ -185,41 +192,26 @@ def measure(
                     "error": error,
                 }
             )
-            print(line(figures[-1]), flush=True)
+            print(row(COLUMNS, figures[-1]), flush=True)
     return {"size": size, "copy_rate": rate, "figures": figures}
-
-
-def line(figure: dict[str, Any]) -> str:
-    """Return a line of the table."""
-    xla = "-" if figure["over_xla"] is None else f"{figure['over_xla']:.2f} x"
-    return (
-        f"{figure['format']:<22}{figure['rows']:>6}{figure['microseconds']:>12.1f} us"
-        f"{figure['of_copy_rate']:>10.1%}{figure['over_bfloat16']:>9.2f} x{xla:>11}"
-        f"{figure['error']:>10.1e}"
-    )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line. The exit status is 1 if a result is wrong."""
-    parser = argparse.ArgumentParser(description="Check and time weights in quantised formats.")
+    parser = command_line("Check and time weights in quantised formats.", budget=1e9, rounds=15)
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 2048])
     parser.add_argument("--size", type=int, default=4096, help="inputs and outputs of a weight")
     parser.add_argument("--weights", type=int, default=16, help="number of different weights")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--budget", type=float, default=1e9, help="seconds of measurements")
     parser.add_argument("--int8-inputs", action="store_true", help="round inputs to int8")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args(argv)
-    ratios = f"{'of rate':>10}{'of bf16':>11}{'of XLA':>11}"
-    print(f"{'format':<22}{'rows':>6}{'time':>15}{ratios}{'error':>10}")
+    print(heading(COLUMNS))
     sizes = args.rows, args.size, args.weights
     report = measure(args.formats, *sizes, args.rounds, args.budget, args.int8_inputs)
-    if args.json:
-        write_json(args.json, {**environment(), **report})
+    finish(args, {**environment(), **report})
     wrong = [figure for figure in report["figures"] if not figure["error"] <= MAX_ERROR]
     for figure in wrong:
-        print(f"wrong: {line(figure)}", file=sys.stderr)
+        print(f"wrong: {row(COLUMNS, figure)}", file=sys.stderr)
     return 1 if wrong else 0
 
 

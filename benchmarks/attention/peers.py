@@ -1,4 +1,4 @@
-"""Other attention kernels that read the same pools, for `benchmarks.attention.run`.
+"""Other attention kernels that read the same pools, for `benchmarks.attention`.
 
 Each peer gets K and V in its own layout, converted before the clock starts. A peer with settings
 has several variants, and the fastest variant counts. A peer that does not support a case, or is
@@ -21,8 +21,11 @@ import numpy as np
 from jax import lax
 
 from benchmarks.attention.cases import Case, Inputs
-from benchmarks.attention.programs import JaxCall, TorchCall, our_call, reason, torch_on_gpu
-from benchmarks.common.process import PeerUnavailable
+from benchmarks.attention.programs import JaxCall, TorchCall, our_call, torch_on_gpu
+from benchmarks.harness import PeerUnavailable, reason
+from benchmarks.schedule import PARTITION
+from paged_jax.kernels.op_args import AttentionArgs, Options
+from paged_jax.kernels.triton import decode as triton_decode
 
 K_SPLITS = (1, 4, 16, 64)
 """Values of `k_splits` to try with JAX's GPU kernel."""
@@ -356,3 +359,38 @@ KNOWN: Mapping[str, Peer] = {
     "flashinfer": Peer(("gpu",), _no_bytes, _flashinfer),
 }
 """Other kernels, by name. The first is the second backend of paged_jax for GPUs."""
+
+
+def _divided(num_parts: Callable[[Case], int]) -> Peer:
+    """Return our GPU decode kernel with a batch divided as in vLLM's kernels.
+
+    vLLM's paged attention has two kernels. V1 uses one program instance per sequence and head. V2
+    divides sequences into parts of 512 tokens and merges them in a second launch.
+    `benchmarks.schedule` predicts which division is faster for our kernel, and
+    ``python -m benchmarks.attention --divisions`` measures it.
+    """
+
+    def make(case: Case, inputs: Inputs) -> Variants:
+        if case.chunk:
+            raise PeerUnavailable("prompt chunks are not divided")
+        count = num_parts(case)
+
+        def op(q: jax.Array, layer: Any, inputs: Inputs) -> jax.Array:
+            _, pools, tables, lengths, query_lens = inputs
+            args = AttentionArgs(q, pools, tables, lengths, query_lens, None, layer)
+            return triton_decode.decode(args, Options(scale=1.0), num_parts=count)[0]
+
+        return {"": JaxCall(op, inputs)}
+
+    return Peer(("gpu",), _no_bytes, make)
+
+
+def _count_partitions(case: Case) -> int:
+    return max(int(case.lengths.sum()) // PARTITION, 1)
+
+
+DIVISIONS: Mapping[str, Peer] = {
+    "whole sequences": _divided(lambda case: 0),
+    f"parts of {PARTITION}": _divided(_count_partitions),
+}
+"""Other ways to divide a batch, by name."""

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.attention.cases import Inputs
-from benchmarks.common.device_time import Program, Rates, chained, take_turns
-from benchmarks.common.process import PeerUnavailable
+from benchmarks.common.device_time import Program, Rates, chained, median_seconds
+from benchmarks.harness import PeerUnavailable, reason
 from paged_jax.kernels import paged_attention, paged_prefill_attention
 
 # Maximum relative error of a correct result. Rounding to bfloat16 causes errors of 0.003 to 0.01.
@@ -204,24 +204,39 @@ def fastest_settings(prepared: dict[tuple[str, str], Prepared]) -> dict[str, str
     for name in dict.fromkeys(name for name, _ in prepared):
         programs = {s: ready.program for (n, s), ready in prepared.items() if n == name}
         if len(programs) > 1:
-            first = take_turns(programs, 1)
+            first = median_seconds(programs, 1)
             most = _HOPELESS * min(first.values())
-            seconds = take_turns({s: p for s, p in programs.items() if first[s] <= most}, 3)
+            seconds = median_seconds({s: p for s, p in programs.items() if first[s] <= most}, 3)
             programs = {min(seconds, key=seconds.__getitem__): None}
         fastest[name] = next(iter(programs))
     return fastest
+
+
+def drop_different(
+    prepared: dict[tuple[str, str], Prepared], error: Callable[[Any], float]
+) -> dict[tuple[str, str], str]:
+    """Drop the kernels whose result for layer 0 has an error above `TOLERANCE`.
+
+    Args:
+      prepared: the kernels, from which some are dropped.
+      error: returns the relative error of a result.
+
+    Returns:
+      The reason for each dropped kernel.
+    """
+    errors = {key: error(ready.once()) for key, ready in prepared.items()}
+    different = {key: error for key, error in errors.items() if not error <= TOLERANCE}
+    for key in different:
+        del prepared[key]
+    return {
+        key: f"the result has a relative error of {error:.3g}" for key, error in different.items()
+    }
 
 
 def relative_error(actual: Any, expected: Any) -> float:
     """Return the relative Euclidean norm of the difference; NaN if any value is NaN."""
     actual, expected = (np.asarray(x, np.float32) for x in (actual, expected))
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
-
-
-def reason(error: Exception) -> str:
-    """Return an exception as one line that is short enough for a table."""
-    first = (str(error).splitlines() or [""])[0][:200]
-    return first if isinstance(error, PeerUnavailable) else f"{type(error).__name__}: {first}"
 
 
 def torch_on_gpu() -> Any:

@@ -42,11 +42,10 @@ from benchmarks.attention.programs import (
     expected_result,
     plan_calls,
     prepare_all,
-    reason,
     relative_error,
 )
-from benchmarks.common.device_time import Rates, measure_rates, take_turns
-from benchmarks.common.environment import environment, write_json
+from benchmarks.common.device_time import Rates, measure_rates, median_seconds
+from benchmarks.harness import Budget, command_line, environment, reason, write_json
 from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.call_table import CallShape
@@ -228,10 +227,10 @@ def _time_calls(
             programs[key] = ready.program
         else:
             print(f"  {key}: differs from the XLA backend by {error:.3g}")
-    first = take_turns(programs, 1)
+    first = median_seconds(programs, 1)
     most = _HOPELESS * min(first.values(), default=0)
     near = {key: programs[key] for key, taken in first.items() if taken <= most}
-    return first | take_turns(near, 5)
+    return first | median_seconds(near, 5)
 
 
 def write_entries(
@@ -249,12 +248,8 @@ def write_entries(
     for job, params in entries.items():
         shapes = table.setdefault(device_kind, {}).setdefault(job.op, {})
         shapes[str(job.shape)] = params._asdict() | {"measured": measured}
-    text = json.dumps(table, indent=1, sort_keys=True) + "\n"
-    tuning.parse(text)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    part.replace(path)
+    tuning.parse(json.dumps(table))
+    write_json(path, table, sort_keys=True)
 
 
 def run(jobs: list[Job], path: Path, budget: float, json_path: Path | None = None) -> None:
@@ -267,7 +262,7 @@ def run(jobs: list[Job], path: Path, budget: float, json_path: Path | None = Non
         longest job so far.
       json_path: file for all times.
     """
-    start = time.monotonic()
+    limit = Budget(budget)
     kind = gpu_device.device().kind
     about = environment()
     measured = f"jax {about['versions']['jax']}, commit {about['commit']}"
@@ -277,10 +272,10 @@ def run(jobs: list[Job], path: Path, budget: float, json_path: Path | None = Non
     longest = 0.0
     for done, job in enumerate(jobs):
         begun = time.monotonic()
-        if begun - start + longest > budget:
+        if limit.is_over(longest):
             print(f"{len(jobs) - done} shapes not reached in time, the first is {job}")
             report["not reached"] = list(map(str, jobs[done:]))
-            _save(report, json_path)
+            write_json(json_path, report)
             break
         try:
             record, best = tune_job(job, kind, rates, options)
@@ -291,12 +286,7 @@ def run(jobs: list[Job], path: Path, budget: float, json_path: Path | None = Non
         if best is not None:
             write_entries(path, kind, {job: best}, measured)
         longest = max(longest, time.monotonic() - begun)
-        _save(report, json_path)
-
-
-def _save(report: dict[str, Any], path: Path | None) -> None:
-    if path is not None:
-        write_json(path, report)
+        write_json(json_path, report)
 
 
 def tune_job(
@@ -325,14 +315,12 @@ def tune_job(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Tune the Triton kernels on this GPU.")
+    parser = command_line("Tune the Triton kernels on this GPU.", budget=540)
     parser.add_argument("--ops", nargs="+", choices=tuning.OPS, default=list(tuning.OPS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--block-sizes", nargs="+", type=int, default=list(BLOCK_SIZES))
     parser.add_argument("--dtypes", nargs="+", choices=POOL_DTYPES, default=list(POOL_DTYPES))
-    parser.add_argument("--budget", type=float, default=540, metavar="SECONDS", help="default: 540")
     parser.add_argument("--table", type=Path, default=TABLE, metavar="FILE", help="table to write")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all times to this file")
     parser.add_argument("--dry-run", action="store_true", help="print the candidates")
     return parser
 

@@ -1,1 +1,1 @@
-"""Shared parts of benchmarks: machine, device time, shapes, goals, peers and plots."""
+"""Rates and times of a device, and model shapes, for all benchmarks."""

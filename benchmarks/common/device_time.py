@@ -6,9 +6,8 @@ compared run in turns, so that slow changes of the device affect all of them.
 """
 
 import os
-import statistics
-import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.common.bandwidth import read_bandwidth
+from benchmarks.harness import Report, elapsed, environment, medians, take_turns
 
 
 class Program(NamedTuple):
@@ -42,6 +42,25 @@ def measure_rates() -> Rates:
     return Rates(round(memory_rate(), 1), round(matmul_rate(), 3))
 
 
+def device_report(rates: Rates) -> Report:
+    """Start a report: the environment, the accelerator (None for a CPU), and its rates. Print it.
+
+    The report has no results yet.
+    """
+    device = jax.devices()[0]
+    is_cpu = device.platform == "cpu"
+    report = {
+        **environment(),
+        "accelerator": None if is_cpu else device.device_kind,
+        "memory_gb_s": rates.memory,
+        "memory_gb_s_is": "all cores reading" if is_cpu else "a large copy",
+        "matmul_bfloat16_tflop_s": rates.matmul,
+        "results": [],
+    }
+    print(report["accelerator"] or report["device"], report["versions"], rates, sep="\n")
+    return report
+
+
 def chained(op: Callable, num_calls: int, num_layers: int, unroll: int) -> Callable:
     """Return a function of ``(q, arrays)`` that calls ``q = op(q, layer, arrays)`` repeatedly.
 
@@ -63,20 +82,15 @@ def chained(op: Callable, num_calls: int, num_layers: int, unroll: int) -> Calla
     return run
 
 
-def take_turns(programs: Mapping[str, Program], num_rounds: int) -> dict[str, float]:
+def median_seconds(programs: Mapping[str, Program], num_rounds: int) -> dict[str, float]:
     """Return the median seconds of a call of each program, over interleaved rounds."""
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(num_rounds):
-        for name, program in programs.items():
-            seconds[name].append(time_once(program))
-    return {name: statistics.median(times) for name, times in seconds.items()}
+    runs = {name: partial(time_once, program) for name, program in programs.items()}
+    return medians(take_turns(runs, num_rounds))
 
 
 def time_once(program: Program) -> float:
     """Return the seconds of a call, in one run of the program."""
-    start = time.perf_counter()
-    program.run()
-    return (time.perf_counter() - start) / program.num_calls
+    return elapsed(program.run) / program.num_calls
 
 
 def memory_limit() -> int:
@@ -109,7 +123,7 @@ def memory_rate(num_rounds: int = 7) -> float:
         jax.block_until_ready(copies)
 
     run()
-    seconds = take_turns({"copy": Program(run, num_copies)}, num_rounds)["copy"]
+    seconds = median_seconds({"copy": Program(run, num_copies)}, num_rounds)["copy"]
     return 2 * nbytes / seconds / 1e9
 
 
@@ -124,4 +138,4 @@ def matmul_rate(num_rounds: int = 7) -> float:
     multiply = jax.jit(chained(lambda x, _, y: x @ y, num_calls, 1, unroll=2))
     program = Program(lambda: multiply(left, right).block_until_ready(), num_calls)
     program.run()
-    return 2 * size**3 / take_turns({"matmul": program}, num_rounds)["matmul"] / 1e12
+    return 2 * size**3 / median_seconds({"matmul": program}, num_rounds)["matmul"] / 1e12

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.environment import write_json
+from benchmarks.harness import write_json
 from paged_jax.kernels import gpu_defaults
 
 TABLE = Path(gpu_defaults.__file__).with_name("gpu_defaults.json")

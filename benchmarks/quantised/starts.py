@@ -9,14 +9,13 @@ programs and kernels of the first.
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.process import import_peer, resident_bytes, run_module
+from benchmarks.harness import import_peer, measure_in_process, resident_bytes
 
 PROMPT_LEN, NUM_TOKENS = 32, 16
 # As for `python -m paged_jax.chat`: one sequence, and a pool for the whole context of the model.
@@ -30,11 +29,9 @@ def measure_starts(engine: str, file: Path, dtype: str = "auto") -> dict[str, di
         environment = {name: v for name, v in os.environ.items() if not name.startswith("JAX_")}
         environment |= {"XDG_CACHE_HOME": cache, "JAX_PLATFORMS": "cpu"}
         for name in ("first", "second"):
-            done = run_module(
-                "benchmarks.quantised.starts", engine, file, dtype,
-                check=True, stdout=subprocess.PIPE, text=True, env=environment,
-            )  # fmt: skip
-            figures[name] = json.loads(done.stdout.splitlines()[-1])
+            figures[name] = measure_in_process(
+                engine, "benchmarks.quantised.starts", engine, file, dtype, env=environment
+            )
     return figures
 
 
@@ -78,15 +75,15 @@ def start(engine: str, file: Path, dtype: str) -> dict[str, float]:
 
 def _load_class(engine: str) -> Any:
     """Import an engine. The compiled programs of paged_jax are kept for the next start."""
+    from benchmarks.generate.peers import LlamaCppPeer, PagedJax
+
     if engine == "paged_jax":
-        from benchmarks.generate.run import PagedJax
+        from paged_jax import LLM  # noqa: F401, part of the imports that are timed
         from paged_jax.user_cache import keep_compiled_programs
 
         keep_compiled_programs()
         return PagedJax
     import_peer("llama_cpp", "llama-cpp-python")
-    from benchmarks.generate.llama_cpp_peer import LlamaCppPeer
-
     return LlamaCppPeer
 
 

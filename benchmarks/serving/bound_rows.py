@@ -9,17 +9,15 @@ requests (`MaskClock`). In the case "one step for all", it always decodes one st
 The cases run in turns, and the figures are medians over rounds.
 """
 
-import argparse
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.common.environment import environment, write_json
-from benchmarks.common.model import add_model_options, model_folder, model_name
+from benchmarks import harness
+from benchmarks.harness import Column
 from paged_jax import Engine, SamplingParams, StructuredOutputsParams, Tokenizer
 from paged_jax.models.loading.pretrained import bundled_folder
 
@@ -130,10 +128,13 @@ def measure_all(engine: Engine, seconds: float, num_rounds: int) -> dict[str, Sp
 def lines(speeds: dict[str, Speeds]) -> list[str]:
     """Return the table of the speeds and the ratios between cases."""
     alone, full, before, after, _ = speeds.values()
-    table = [f"{name:36}{bound:10.1f}{free:10.1f}" for name, (bound, free) in speeds.items()]
+    columns = (
+        Column("tokens/s of each request", -36, lambda item: item[0]),
+        Column("bound", 10, lambda item: item[1].bound, "{:.1f}"),
+        Column("free", 10, lambda item: item[1].free, "{:.1f}"),
+    )
     return [
-        f"{'tokens/s of each request':36}{'bound':>10}{'free':>10}",
-        *table,
+        *harness.table(columns, speeds.items()),
         f"free beside 7 bound: {after.free / alone.free:.2f} of alone (one step for all: "
         f"{before.free / alone.free:.2f}), {after.free / full.free:.2f} of beside 7 free ("
         f"{before.free / full.free:.2f})",
@@ -143,20 +144,16 @@ def lines(speeds: dict[str, Speeds]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write the speeds."""
-    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
-    add_model_options(parser)
+    parser = harness.command_line(str(__doc__).split("\n")[0], rounds=3)
+    harness.add_model_options(parser)
     parser.add_argument("--seconds", type=float, default=2.0, help="seconds of each case")
-    parser.add_argument("--rounds", type=int, default=3, help="number of rounds")
-    parser.add_argument("--json", type=Path, help="file to write")
     options = parser.parse_args(arguments)
     tokenizer = Tokenizer.from_folder(options.model or bundled_folder())
-    with model_folder(options) as folder:
+    with harness.model_folder(options) as folder:
         engine = Engine(folder, tokenizer=tokenizer, max_num_seqs=8, max_model_len=512)
     speeds = measure_all(engine, options.seconds, options.rounds)
-    print("\n".join(lines(speeds)))
-    if options.json:
-        report = {"model": model_name(options), "tokens_per_second": speeds}
-        write_json(options.json, environment() | report)
+    report = {"model": harness.model_name(options), "tokens_per_second": speeds}
+    harness.finish(options, harness.environment() | report, lines(speeds))
     return 0
 
 

@@ -15,7 +15,6 @@ workload. vLLM has its own Python, see `benchmarks.serving.vllm_peer`.
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.bandwidth import num_cores
-from benchmarks.common.process import PeerUnavailable, import_peer, resident_bytes, run_module
+from benchmarks.harness import PeerUnavailable, import_peer, measure_in_process, resident_bytes
 from benchmarks.serving.workloads import Request
 
 OURS = "paged_jax"
@@ -88,23 +87,14 @@ def measure(
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "job.json"
         path.write_text(json.dumps(job))
-        try:
-            done = run_module(
-                "benchmarks.serving." + ("vllm_peer" if engine == VLLM else "peers"),
-                path,
-                python=python,
-                capture_output=True,
-                text=True,
-                timeout=timeout,
-                env={**os.environ, **_ENVIRONMENT},
-            )
-        except subprocess.TimeoutExpired as error:
-            raise PeerUnavailable(f"{engine}: took more than {timeout:.0f} s") from error
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise PeerUnavailable(f"{engine}: {reason}")
-    return json.loads(lines[-1])
+        return measure_in_process(
+            engine,
+            "benchmarks.serving." + ("vllm_peer" if engine == VLLM else "peers"),
+            path,
+            timeout=timeout,
+            python=python,
+            env={**os.environ, **_ENVIRONMENT},
+        )
 
 
 def run_job(job: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.process import ROOT, resident_bytes
+from benchmarks.harness import ROOT, resident_bytes
 from benchmarks.serving.peers import make_record
 from benchmarks.serving.workloads import Request
 

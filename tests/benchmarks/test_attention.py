@@ -11,15 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import harness
+from benchmarks.attention import __main__ as decode_attention
 from benchmarks.attention import cases as attention_cases
-from benchmarks.attention import divisions, programs
 from benchmarks.attention import peers as attention_peers
-from benchmarks.attention import report as attention_report
-from benchmarks.attention import run as decode_attention
+from benchmarks.attention import programs
 from benchmarks.attention.cases import Case, Heads, make_inputs
 from benchmarks.attention.programs import TorchCall, expected_result, our_call
-from benchmarks.common import figures
-from benchmarks.common.device_time import Program, Rates, chained, take_turns
+from benchmarks.common.device_time import Program, Rates, chained, median_seconds
 from paged_jax.kernels.kv_dtypes import KVDtype
 from paged_jax.kernels.mosaic_gpu import launch as mosaic_launch
 from paged_jax.kernels.triton import decode
@@ -122,7 +121,7 @@ def test_peers_compute_the_same(tiny, pool_dtype, chunk) -> None:
 
 
 def _error(actual, expected) -> float:
-    return decode_attention.relative_error(actual, expected)
+    return programs.relative_error(actual, expected)
 
 
 def test_peers_that_need_too_much_memory_are_left_out(tiny) -> None:
@@ -137,17 +136,19 @@ def test_divisions_compute_the_same(tiny, monkeypatch) -> None:
     monkeypatch.setattr(decode, "decode", functools.partial(decode.decode, interpret=True))
     case = Case(tiny, 2, 2048, 16, "float32", is_skewed=True)
     inputs = make_inputs(case)
-    for name, peer in divisions.DIVISIONS.items():
+    for name, peer in attention_peers.DIVISIONS.items():
         [call] = peer.make(case, inputs).values()
         assert _error(call.op(inputs.q, 0, call.arrays), expected_result(inputs)) < 1e-5, name
-    assert divisions._count_partitions(case) == 4
+    assert attention_peers._count_partitions(case) == 4
 
 
 def test_divisions_are_of_decode(tiny) -> None:
     case = Case(tiny, 2, 24, 8, "float32", chunk=24)
-    peers, left_out = attention_peers.make_peers(case, make_inputs(case), 0, divisions.DIVISIONS)
+    peers, left_out = attention_peers.make_peers(
+        case, make_inputs(case), 0, attention_peers.DIVISIONS
+    )
     assert peers == {} and left_out == {}  # the parts are not computed for a real GPU here
-    for peer in divisions.DIVISIONS.values():
+    for peer in attention_peers.DIVISIONS.values():
         with pytest.raises(attention_peers.PeerUnavailable, match="not divided"):
             peer.make(case, make_inputs(case))
 
@@ -184,7 +185,7 @@ def test_jax_kernel_computes_the_same(tiny, pool_dtype) -> None:
         patch.setattr(
             theirs, "paged_attention", lambda *a, **k: interpreted(*a, **k, interpret=True)
         )
-        assert _error(peer.op(inputs.q, 0, peer.arrays), expected) < decode_attention.TOLERANCE
+        assert _error(peer.op(inputs.q, 0, peer.arrays), expected) < programs.TOLERANCE
 
 
 class Torch:
@@ -227,10 +228,10 @@ def test_chained_takes_layers_in_turns() -> None:
         assert int(run(jnp.int32(0), ())) == 12012
 
 
-def test_take_turns_gives_seconds_of_a_call() -> None:
+def test_median_seconds_are_seconds_of_a_call() -> None:
     calls = []
     programs = {name: Program(lambda name=name: calls.append(name), 10) for name in "ab"}
-    seconds = take_turns(programs, 3)
+    seconds = median_seconds(programs, 3)
     assert calls == ["a", "b"] * 3
     assert all(0 < taken < 0.1 for taken in seconds.values())
 
@@ -248,7 +249,7 @@ def test_measure_records_a_case(tiny, chunk) -> None:
     assert record["gb_s"] == pytest.approx(case.num_bytes / ours / 1e3, abs=0.1)
     speedup = record["us"]["gather + xla"] / ours
     assert record["speedup_over"] == {"gather + xla": pytest.approx(speedup, abs=0.01)}
-    assert str(case) in attention_report.record_line(record)
+    assert str(case) in decode_attention.record_line(record)
 
 
 def test_measure_drops_kernels_with_other_results(tiny) -> None:
@@ -329,7 +330,7 @@ def test_a_function_that_decodes_is_timed_with_several_numbers_of_parts(
 def test_measure_refuses_a_wrong_result_of_ours(tiny, monkeypatch) -> None:
     expected = expected_result
     monkeypatch.setattr(decode_attention, "expected_result", lambda inputs: 2 * expected(inputs))
-    with pytest.raises(RuntimeError, match="the result of paged_jax has a relative error of 0.5"):
+    with pytest.raises(RuntimeError, match="paged_jax: the result has a relative error of 0.5"):
         measure(Case(tiny, 2, 24, 8, "float32"))
 
 
@@ -339,7 +340,7 @@ def test_run_saves_and_says_what_it_left_out(tiny, monkeypatch, tmp_path, capsys
     path = tmp_path / "new" / "results.json"
     cases = [Case(tiny, 1, 24, 8, "float32"), Case("Llama-3 70B", 10**4, 131072)]
     options = {"num_rounds": 1, "turn_seconds": 0.0, "peers": {}}
-    save = decode_attention._save_to(path)
+    save = functools.partial(harness.write_json, path)
     report = decode_attention.run(cases, budget=60, save=save, **options)
     assert json.loads(path.read_text()) == report
     assert [record["name"] for record in report["results"]] == [str(cases[0])]
@@ -366,7 +367,7 @@ def record(us: float, jax_us: float | None = None, **case) -> dict:
     seconds = {"paged_jax": us / 1e6} | ({"jax pallas": jax_us / 1e6} if jax_us else {})
     return {
         "name": str(made),
-        "case": decode_attention.asdict(made) | made.heads._asdict(),
+        "case": dataclasses.asdict(made) | made.heads._asdict(),
         "op": "prefill" if made.chunk else "decode",
         "kv_bytes": made.kv_bytes,
         "bytes": made.num_bytes,
@@ -376,12 +377,14 @@ def record(us: float, jax_us: float | None = None, **case) -> dict:
 
 
 def answers(*records: dict, accelerator: str | None = "NVIDIA H200") -> list[str]:
-    lines = attention_report.goal_lines({"results": list(records), "accelerator": accelerator})
+    lines = harness.goal_lines(
+        decode_attention.GOALS, {"results": list(records), "accelerator": accelerator}, accelerator
+    )
     return [line[:12].strip() for line in lines]
 
 
 def test_goals_are_met_missed_or_not_measured() -> None:
-    unmeasured = ["not measured"] * len(attention_report.GOALS)
+    unmeasured = ["not measured"] * len(decode_attention.GOALS)
     assert answers() == unmeasured
     # 0.537 GB at 1000 GB/s take 537 us.
     assert answers(record(580)) == ["met", *unmeasured[1:]]
@@ -433,8 +436,8 @@ def test_plot_draws_a_report(tmp_path) -> None:
         "memory_gb_s_is": "a large copy",
         "versions": {"jax": "0"},
     }
-    path = tmp_path / "new" / "plot.png"
-    attention_report.plot(figures.plotter(), report, path)
+    path = tmp_path / "plot.png"
+    decode_attention.plot(harness.plotter(), report).savefig(path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

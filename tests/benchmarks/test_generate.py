@@ -1,6 +1,6 @@
 """Tests that both decode steps of `benchmarks.generate` make the same tokens."""
 
-from benchmarks.generate.run import PROMPT_LEN, DecodeStep
+from benchmarks.generate.__main__ import PROMPT_LEN, DecodeStep
 from paged_jax import Llama
 
 

@@ -12,13 +12,13 @@ from typing import get_args
 import jax
 import pytest
 
-from benchmarks.attention import run as attention_run
+from benchmarks import step
+from benchmarks.attention import __main__ as attention
 from benchmarks.attention import tune
-from benchmarks.gpu import backends, run, stages
-from benchmarks.gpu.stages import STAGES, Command, Stage, peer_stage
-from benchmarks.step import run as step_run
-from benchmarks.step.cases import gpu_cases
-from benchmarks.step.programs import VARIANTS
+from benchmarks.gpu import __main__ as run
+from benchmarks.gpu import backends
+from benchmarks.gpu.__main__ import STAGES, Command, Stage, peer_stage
+from benchmarks.step import VARIANTS, gpu_cases
 from paged_jax import generate
 from paged_jax.kernels import gpu_defaults
 from paged_jax.kernels.call_table import CallShape
@@ -28,10 +28,10 @@ from tests.support import ROOT
 
 KEY = "D128 G4 C16 q:bfloat16 pool:bfloat16"
 PARSERS = {
-    "benchmarks.attention": attention_run._parser,
+    "benchmarks.attention": attention._parser,
     "benchmarks.attention.tune": tune._parser,
     "benchmarks.gpu.backends": backends._parser,
-    "benchmarks.step": step_run._parser,
+    "benchmarks.step": step._parser,
     "paged_jax.generate": generate.make_parser,
 }
 
@@ -48,7 +48,7 @@ PARSERS = {
     ],
 )
 def test_commands_are_understood_by_what_they_start(name, is_quick, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(stages.shutil, "which", lambda program: f"/bin/{program}")
+    monkeypatch.setattr(run.shutil, "which", lambda program: f"/bin/{program}")
     for file in ("decode-attention-gpu.json", "step-gpu.json", "backends-mosaic.json"):
         (tmp_path / file).write_text("{}")
     stage = {**STAGES, "peer": peer_stage(Path("prototype.py"))}[name]
@@ -169,9 +169,9 @@ def test_a_stage_leaves_at_most_eight_files(tmp_path, monkeypatch) -> None:
 
 
 def test_memcheck_runs_where_there_is_a_sanitizer(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(stages.shutil, "which", lambda program: None)
+    monkeypatch.setattr(run.shutil, "which", lambda program: None)
     assert not STAGES["memcheck"].commands(tmp_path, False)
-    monkeypatch.setattr(stages.shutil, "which", lambda program: f"/cuda/{program}")
+    monkeypatch.setattr(run.shutil, "which", lambda program: f"/cuda/{program}")
     [command] = STAGES["memcheck"].commands(tmp_path, False)
     assert command.wrapper[:3] == ("/cuda/compute-sanitizer", "--tool", "memcheck")
     # The wrapper starts Python, and its status becomes the status of the stage.
@@ -184,12 +184,12 @@ def test_memcheck_runs_where_there_is_a_sanitizer(tmp_path, monkeypatch) -> None
 def test_hazardous_variants_run_last_and_alone() -> None:
     hazardous = {name for name, variant in VARIANTS.items() if variant.is_hazardous}
     assert hazardous == {"loops in command buffers"}
-    jobs = step_run.make_jobs(gpu_cases(), None, "gpu")
+    jobs = step.make_jobs(gpu_cases(), None, "gpu")
     assert not hazardous & {name for _, names in jobs for name in names}
     [command] = STAGES["loops"].commands(Path("out"), False)
-    options = step_run._parser().parse_args(command.arguments[2:])
+    options = step._parser().parse_args(command.arguments[2:])
     assert set(options.variants) == hazardous and not options.goals
-    jobs = step_run.make_jobs(list(step_run._cases(options, False)), options.variants, "gpu")
+    jobs = step.make_jobs(list(step._cases(options, False)), options.variants, "gpu")
     assert hazardous <= {name for _, names in jobs for name in names}
     assert list(STAGES)[-2:] == ["loops", "pictures"]  # pictures need no GPU
 
@@ -268,7 +268,7 @@ def test_tests_are_counted_with_their_failures(tmp_path) -> None:
 
 
 def test_the_process_that_starts_stages_does_not_hold_the_gpu() -> None:
-    program = "import sys, benchmarks.gpu.run; sys.exit('jax' in sys.modules)"
+    program = "import sys, benchmarks.gpu.__main__; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
 
 

@@ -14,8 +14,8 @@ from benchmarks.attention import cases as attention_cases
 from benchmarks.attention.cases import POOL_DTYPES, Heads
 from benchmarks.attention.programs import JaxCall
 from benchmarks.common.device_time import Rates
-from benchmarks.gpu import backends, cases, defaults
-from benchmarks.gpu.cases import OpCase, make_op_inputs
+from benchmarks.gpu import backends, defaults
+from benchmarks.gpu.backends import OpCase, make_op_inputs
 from paged_jax.kernels import op as kernel_op
 from paged_jax.kernels.call_table import CallShape
 from paged_jax.kernels.mosaic_gpu import launch
@@ -24,27 +24,27 @@ from tests.benchmarks.test_attention import random_numbers
 from tests.support.kernel_cases import lower
 
 RATES = Rates(memory=1000.0, matmul=1.0)
-CASES = [*cases.attention_cases(), *cases.update_cases()]
+CASES = [*backends.attention_cases(), *backends.update_cases()]
 
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch) -> None:
     """Replace a model by a small one, with random values that compile nothing."""
     monkeypatch.setattr(attention_cases, "_ROTATED_BYTES", 1)
-    for module in (attention_cases, cases):
+    for module in (attention_cases, backends):
         monkeypatch.setattr(module, "random_values", random_numbers)
     monkeypatch.setitem(attention_cases.MODELS, "TinyLlama", Heads(4, 2, 64))
 
 
 def small_cases() -> list[OpCase]:
-    return cases.quick_op_cases(CASES)
+    return backends.quick_op_cases(CASES)
 
 
 def test_cases_hold_every_op_and_dtype() -> None:
     everything = set(itertools.product(get_args(PoolOp), POOL_DTYPES))
     for some in (CASES, small_cases()):
         assert {(case.op, case.pool_dtype) for case in some} == everything
-    for make in (cases.attention_cases, cases.update_cases):
+    for make in (backends.attention_cases, backends.update_cases):
         # One of each comes first, so that a short run measures all of them.
         kinds = [(case.op, case.pool_dtype) for case in make()]
         assert len(set(kinds[: len(set(kinds))])) == len(set(kinds))
@@ -179,13 +179,15 @@ def test_only_decode_has_an_op_of_jax(monkeypatch) -> None:
         platform = "gpu"
 
     made = []
-    peer = cases.KNOWN[cases.JAX_OP]._replace(make=lambda case, inputs: made.append(case) or {})
-    monkeypatch.setattr(cases, "KNOWN", {cases.JAX_OP: peer})
+    peer = backends.KNOWN[backends.JAX_OP]._replace(
+        make=lambda case, inputs: made.append(case) or {}
+    )
+    monkeypatch.setattr(backends, "KNOWN", {backends.JAX_OP: peer})
     monkeypatch.setattr(jax, "devices", lambda: [Gpu()])
     for case in small_cases():
         others = make_op_inputs(case).others
         is_known = case.op == "decode" and case.model == "TinyLlama"
-        assert list(others) == ([cases.JAX_OP] if is_known else [])
+        assert list(others) == ([backends.JAX_OP] if is_known else [])
     assert len(made) == len(POOL_DTYPES)
 
 

@@ -9,12 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.memory import allocator as memory_allocator
-from benchmarks.memory import report as memory_report
-from benchmarks.memory import run as memory
-from benchmarks.memory import sharing as memory_sharing
-from benchmarks.memory.report import goal_lines
-from benchmarks.memory.sharing import Requests
+from benchmarks import memory
+from benchmarks.harness import goal_lines
+from benchmarks.memory import Requests
 from paged_jax import Llama
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import CONFIG
@@ -37,48 +34,48 @@ def model() -> Llama:
 @pytest.fixture
 def short(monkeypatch) -> None:
     """Return requests of at most 32 tokens, in blocks of 4."""
-    monkeypatch.setattr(memory_allocator, "MAX_LENGTH", 32)
-    monkeypatch.setattr(memory_allocator, "MEAN_LENGTH", 10)
-    monkeypatch.setattr(memory_allocator, "BLOCK_SIZE", 4)
+    monkeypatch.setattr(memory, "MAX_LENGTH", 32)
+    monkeypatch.setattr(memory, "MEAN_LENGTH", 10)
+    monkeypatch.setattr(memory, "BLOCK_SIZE", 4)
 
 
 def test_lengths_have_the_mean_that_was_published() -> None:
-    lengths = memory_allocator.uniform_lengths(20000, 0)
+    lengths = memory.uniform_lengths(20000, 0)
     assert (lengths.min(), lengths.max()) == (1, 983)
     assert lengths.mean() == pytest.approx(492, rel=0.02)
-    lognormal = memory_allocator.lognormal_lengths(20000, 0)
+    lognormal = memory.lognormal_lengths(20000, 0)
     assert lognormal.mean() == pytest.approx(492, rel=0.02)
     assert lognormal.max() == 2048
 
 
 def test_requests_have_the_means_that_were_published() -> None:
-    requests = memory_sharing.draw_requests(64, 512, seed=0)
+    requests = memory.draw_requests(64, 512, seed=0)
     assert requests.num_prompt.mean() == pytest.approx(19.31, rel=0.01)
     assert requests.num_output.mean() == pytest.approx(58.45, rel=0.01)
     assert abs(np.corrcoef(*requests)[0, 1]) < 0.3
-    cut = memory_sharing.draw_requests(64, 40, seed=0)
+    cut = memory.draw_requests(64, 40, seed=0)
     assert (cut.num_prompt + cut.num_output).max() == 40
     assert cut.num_output.min() >= 2
 
 
 def test_expected_utilisation_is_that_of_even_remainders() -> None:
     lengths = np.arange(1, 961)
-    expected = memory_allocator.expected_utilisation(lengths.mean(), 16)
-    assert memory_allocator.exact_utilisation(lengths, 16) == pytest.approx(expected, rel=1e-12)
+    expected = memory.expected_utilisation(lengths.mean(), 16)
+    assert memory.exact_utilisation(lengths, 16) == pytest.approx(expected, rel=1e-12)
 
 
 def test_serve_fills_the_blocks_of_the_formula(short) -> None:
     lengths = np.array([1, 8, 32])
-    tables = memory_allocator.serve(lengths, num_slots=4, block_size=4)
+    tables = memory.serve(lengths, num_slots=4, block_size=4)
     assert tables.lengths.tolist() == [1, 8, 32, 0]
-    assert memory_allocator.Held.from_tables(tables) == (41, 1 + 2 + 8, 4)
-    contiguous = memory_allocator.Held.from_tables(memory_allocator.serve(lengths, 4, 32))
+    assert memory.Held.from_tables(tables) == (41, 1 + 2 + 8, 4)
+    contiguous = memory.Held.from_tables(memory.serve(lengths, 4, 32))
     assert contiguous == (41, 3, 32)
     assert contiguous.utilisation == 41 / 96
 
 
 def test_shared_prompt_takes_the_blocks_of_one() -> None:
-    record = memory_allocator.measure_shared_prompt()
+    record = memory.measure_shared_prompt()
     counts = {key: value for key, value in record.items() if key.startswith(("blocks", "copies"))}
     assert counts == {
         "blocks_unshared": 130,
@@ -91,21 +88,21 @@ def test_shared_prompt_takes_the_blocks_of_one() -> None:
 
 
 def test_concurrency_ends_when_blocks_run_out(short) -> None:
-    [record] = memory_allocator.measure_concurrency(2, (9,))
+    [record] = memory.measure_concurrency(2, (9,))
     # 16 blocks; each sequence needs 3.
     assert (record["contiguous"], record["paged"], record["ratio"]) == (2, 5, 2.5)
 
 
 def test_samples_save_the_full_blocks_of_prompts() -> None:
     requests = Requests(np.array([3, 9, 12]), np.array([7, 2, 4]))
-    usage = memory_sharing.sample_in_parallel(requests, 3, block_size=4)
+    usage = memory.sample_in_parallel(requests, 3, block_size=4)
     same = np.broadcast_to(np.arange(3), (6, 3, 3))
-    recounted = memory_sharing.recount(requests, same, block_size=4)
+    recounted = memory.recount(requests, same, block_size=4)
     assert usage.shared.tolist() == recounted.shared.tolist()
     assert usage.unshared.tolist() == recounted.unshared.tolist()
     # Prompts of 0, 2 and 3 full blocks; then 3 samples with a block each.
     assert usage.shared[0] == 3 + (2 + 3) + (3 + 3)
-    saved = memory_sharing.saved_by_samples(requests, 3, block_size=4)
+    saved = memory.saved_by_samples(requests, 3, block_size=4)
     assert usage.saved == pytest.approx(saved, rel=1e-12)
 
 
@@ -114,11 +111,11 @@ def test_recount_follows_who_continues_whom() -> None:
     # beams then continue the first beam.
     requests = Requests(np.array([2]), np.array([4]))
     parents = np.array([[[0, 1]], [[0, 0]], [[0, 1]]])
-    usage = memory_sharing.recount(requests, parents, block_size=2)
+    usage = memory.recount(requests, parents, block_size=2)
     assert usage.unshared.tolist() == [4, 4, 6]
     assert usage.shared.tolist() == [1 + 2, 1 + 2, 2 + 2]
     # If they continue it a step sooner, each of them copies the half-full block.
-    sooner = memory_sharing.recount(requests, parents[[1, 0, 0]], block_size=2)
+    sooner = memory.recount(requests, parents[[1, 0, 0]], block_size=2)
     assert sooner.shared.tolist() == [1 + 2, 1 + 2, 3 + 2]
 
 
@@ -126,11 +123,11 @@ REQUESTS = Requests(np.array([5, 2]), np.array([6, 9]))
 PROMPTS = jnp.array([[3, 9, 4, 12, 7], [8, 5, 0, 0, 0]])
 
 
-def search(model: Llama, requests: Requests) -> memory_sharing.Beams:
+def search(model: Llama, requests: Requests) -> memory.Beams:
     """Search with three beams for each of PROMPTS, with room for 12 tokens each."""
     num_prompt, num_output = (jnp.asarray(lengths, jnp.int32) for lengths in requests)
     sizes = {"width": 3, "block_size": 4, "num_blocks": 18, "max_length": 12, "num_steps": 9}
-    return memory_sharing.search_beams(model, PROMPTS, num_prompt, num_output, **sizes)
+    return memory.search_beams(model, PROMPTS, num_prompt, num_output, **sizes)
 
 
 @pytest.mark.slow
@@ -143,7 +140,7 @@ def test_search_finds_the_beams_of_the_plain_forward(model) -> None:
         np.testing.assert_allclose(beams.scores[row], expected, rtol=1e-5)
     parents = np.asarray(beams.parents).reshape(9, 2, 3)
     assert not (parents == np.arange(3)).all(), "beams change places"
-    recounted = memory_sharing.recount(REQUESTS, parents, block_size=4)
+    recounted = memory.recount(REQUESTS, parents, block_size=4)
     assert beams.usage[0].tolist() == recounted.shared.tolist()
     assert beams.usage[1].tolist() == recounted.unshared.tolist()
 
@@ -242,7 +239,7 @@ RECORDS = {
             "num_shared": 900,
             "num_unshared": 1000,
         }
-        for (kind, width), saved in memory_report.PUBLISHED.items()
+        for (kind, width), saved in memory.PUBLISHED.items()
     ],
     "saved_by_spread": [
         {"width": 6, "spread_prompt": 0.6, "spread_output": 0.8, "saved": 0.1},
@@ -251,11 +248,11 @@ RECORDS = {
 
 
 def answers(report: dict) -> list[str]:
-    return [line[:12].strip() for line in goal_lines(report)]
+    return [line[:12].strip() for line in goal_lines(memory.GOALS, report)]
 
 
 def test_goals_are_met_by_the_published_figures() -> None:
-    assert answers(RECORDS) == ["met"] * len(memory_report.GOALS)
+    assert answers(RECORDS) == ["met"] * len(memory.GOALS)
 
 
 @pytest.mark.parametrize(
@@ -287,10 +284,10 @@ def test_goals_are_not_measured_where_nothing_was() -> None:
 
 def test_tables_have_columns_of_the_width_of_their_heads() -> None:
     for lines in (
-        memory_report.utilisation_lines(RECORDS)[1:3],
-        memory_report.block_size_lines(RECORDS)[1:3],
-        memory_report.concurrency_lines(RECORDS)[1:3],
-        memory_report.sharing_lines(RECORDS)[2:4],
+        memory.utilisation_lines(RECORDS)[1:3],
+        memory.block_size_lines(RECORDS)[1:3],
+        memory.concurrency_lines(RECORDS)[1:3],
+        memory.sharing_lines(RECORDS)[2:4],
     ):
         assert len(lines[0]) == len(lines[1])
 
@@ -303,7 +300,7 @@ def test_main_prints_and_saves(monkeypatch, tmp_path, capsys) -> None:
     options = ["--seed", "3", "--json", str(paths[0]), "--plot", str(paths[1])]
     assert memory.main(options) == 0
     report = json.loads(paths[0].read_text())
-    assert report["seed"] == 3 and report["goals"] == goal_lines(RECORDS)
+    assert report["seed"] == 3 and report["goals"] == goal_lines(memory.GOALS, RECORDS)
     assert paths[1].read_bytes().startswith(b"\x89PNG")
     assert report["goals"][-1] in capsys.readouterr().out
     assert memory.main(["--quick"]) == 0
@@ -320,9 +317,9 @@ def test_main_refuses_a_negative_seed(capsys) -> None:
 def test_run_agrees_with_its_formulas(short, model, monkeypatch) -> None:
     # A separate test covers this goal, at the published block size.
     shared_prompt = RECORDS["shared_prompt"]
-    monkeypatch.setattr(memory_allocator, "measure_shared_prompt", lambda: shared_prompt)
+    monkeypatch.setattr(memory, "measure_shared_prompt", lambda: shared_prompt)
     report = memory.run(TINY, model, seed=0)
     assert json.loads(json.dumps(report))["seed"] == 0
-    assert goal_lines(report)[0].startswith("met ")
+    assert goal_lines(memory.GOALS, report)[0].startswith("met ")
     assert [record["width"] for record in report["sharing"]] == [2, 2]
-    assert memory_report.all_lines(report)
+    assert memory.all_lines(report)

@@ -7,12 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import plots
-from benchmarks.attention import run as attention
-from benchmarks.common import figures
-from benchmarks.memory import run as memory
-from benchmarks.schedule import run as schedule
-from benchmarks.step import run as step
+from benchmarks import harness, memory, plots, schedule, step
+from benchmarks.attention import __main__ as attention
 
 PNG = b"\x89PNG\r\n"
 
@@ -22,7 +18,7 @@ def draw_copy(tmp_path: Path, name: str, **changes: Any) -> Path | None:
     report = json.loads((plots.RESULTS / name).read_text()) | changes
     file = tmp_path / name
     file.write_text(json.dumps(report))
-    return plots.draw(figures.plotter(), file, tmp_path)
+    return plots.draw(harness.plotter(), file, tmp_path)
 
 
 # They draw with matplotlib.
@@ -56,7 +52,7 @@ def test_generate_shows_the_better_cache_of_transformers() -> None:
     [large] = [r for r in report["results"] if (r["shape"], r["dtype"]) == ("135M", "bfloat16")]
     rates = large["decode"][1]["tokens_per_s"]
     assert rates["transformers static"] > rates["transformers"]
-    figure = plots.plot_generate(figures.plotter(), report)
+    figure = plots.plot_generate(harness.plotter(), report)
     heights = [bar.get_height() for axes in figure.axes for bar in axes.patches]
     assert rates["transformers static"] in heights and rates["transformers"] not in heights
 

@@ -6,9 +6,11 @@ import time
 import numpy as np
 import pytest
 
-from benchmarks.common.goals import goal_line
-from benchmarks.quantised import run, starts
-from benchmarks.quantised.files import SOURCE, gguf_file, source_file
+from benchmarks.generate.peers import prefill_rates
+from benchmarks.harness import goal_line
+from benchmarks.quantised import __main__ as run
+from benchmarks.quantised import starts
+from benchmarks.quantised.__main__ import SOURCE, gguf_file, source_file
 
 
 class FakeEngine:
@@ -54,7 +56,7 @@ def test_engines_take_turns(engines, calls) -> None:
     turns = [(name, len([*group])) for name, group in itertools.groupby(calls)]
     assert turns == [(name, run.TURN) for _ in range(4) for name in engines]
     calls.clear()
-    assert run.measure_prefill(engines, 2) == {"paged_jax Q4_1": 2048.0, "llama.cpp Q4_1": 1024.0}
+    assert prefill_rates(engines, 2) == {"paged_jax Q4_1": 2048.0, "llama.cpp Q4_1": 1024.0}
     assert calls == [*engines] * 3
 
 

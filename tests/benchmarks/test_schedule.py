@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.schedule import mixes, report, rules, run
-from benchmarks.schedule.machine import Machine, simulate
-from benchmarks.schedule.rules import Call
+from benchmarks import schedule
+from benchmarks.harness import goal_lines
+from benchmarks.schedule import Call, Machine, simulate
 
 # Two SMs with room for two program instances each; round numbers of bytes and seconds.
 SMALL = Machine(
@@ -60,7 +60,7 @@ def test_simulate_keeps_to_the_bounds(num_bytes) -> None:
 @given(st.lists(st.integers(0, 3000), min_size=1, max_size=12), st.sampled_from((1, 2, 8)))
 def test_rules_read_every_token_once(lengths, kv_heads) -> None:
     call = Call(np.array(lengths), 4096, kv_heads)
-    for rule in (rules.by_table, rules.whole, rules.partitions):
+    for rule in (schedule.by_table, schedule.whole, schedule.partitions):
         programs = rule(call, SMALL)
         assert programs.tokens.min() >= 0
         assert programs.tokens.sum() == sum(lengths)
@@ -71,12 +71,12 @@ def test_rules_read_every_token_once(lengths, kv_heads) -> None:
 @pytest.mark.parametrize("lengths", [[3000, 0, 1, 64, 700], [4096], [0, 0]])
 def test_by_lengths_reads_every_token_once(lengths) -> None:
     call = Call(np.array(lengths), 4096)
-    programs = rules.by_lengths(call, Machine())
+    programs = schedule.by_lengths(call, Machine())
     assert programs.tokens.sum() == sum(lengths)
     assert programs.more > 0
     assert (programs.merge > 0) == (max(lengths) > 64)
     # The same as whole sequences if the kernel divides none.
-    assert rules.by_lengths(Call(np.array([100]), 128), Machine()).more == 0
+    assert schedule.by_lengths(Call(np.array([100]), 128), Machine()).more == 0
 
 
 def test_seconds_counts_the_merge_of_many_parts() -> None:
@@ -85,17 +85,19 @@ def test_seconds_counts_the_merge_of_many_parts() -> None:
     machine = SMALL._replace(num_cores=40)
     plain = simulate(machine._replace(start=1.5 + 0.75), np.full(40, 64 * 4))
     # The last program instance merges 40 parts, 16 at a time.
-    assert rules.seconds(call, rules.by_lengths, machine) == pytest.approx(plain + 3)
+    assert schedule.call_seconds(call, schedule.by_lengths, machine) == pytest.approx(plain + 3)
     # A separate launch merges five partitions of 512 tokens, in two turns.
     plain = simulate(machine, np.full(5, 512 * 4))
-    assert rules.seconds(call, rules.partitions, machine) == pytest.approx(plain + 2 + 3 + 1)
+    assert schedule.call_seconds(call, schedule.partitions, machine) == pytest.approx(
+        plain + 2 + 3 + 1
+    )
 
 
 def test_mixes_of_traces_are_consecutive_requests(tmp_path) -> None:
     rows = [f"2023-11-16 18:00:{n:02}.0,{100 * n},{n}" for n in range(60)] * 2
-    file, capacity, batches = mixes.TRACES["Azure 2023"]
+    file, capacity, batches = schedule.TRACES["Azure 2023"]
     (tmp_path / file).write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows))
-    calls = mixes.recorded(tmp_path, num_draws=2)
+    calls = schedule.recorded_mixes(tmp_path, num_draws=2)
     names = [f"{batches[0]} of Azure 2023, draw {n}" for n in (1, 2)]
     # There are 120 requests, too few for a batch of 256, and there is no other trace.
     assert list(calls) == names
@@ -108,24 +110,24 @@ def test_mixes_of_traces_are_consecutive_requests(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_mixes_read_recorded_traces(data_dir) -> None:
-    calls = mixes.recorded(data_dir / "traces", num_draws=1)
-    assert len(calls) == sum(len(batches) for *_, batches in mixes.TRACES.values())
+    calls = schedule.recorded_mixes(data_dir / "traces", num_draws=1)
+    assert len(calls) == sum(len(batches) for *_, batches in schedule.TRACES.values())
     assert all(0 < call.lengths.max() <= call.capacity for call in calls.values())
 
 
 @pytest.mark.peers
 def test_run_says_what_is_met_and_draws_it(tmp_path, monkeypatch, capsys) -> None:
     few = {"even": Call(np.full(8, 512), 512), "skewed": Call(np.array([8192] + [64] * 7), 8192)}
-    monkeypatch.setattr(mixes, "made_up", lambda: few)
-    monkeypatch.setattr(run, "_BATCHES", (1, 8))
-    monkeypatch.setattr(run, "_CONTEXTS", (512, 2048))
+    monkeypatch.setattr(schedule, "made_up", lambda: few)
+    monkeypatch.setattr(schedule, "_BATCHES", (1, 8))
+    monkeypatch.setattr(schedule, "_CONTEXTS", (512, 2048))
     path, picture = tmp_path / "schedule.json", tmp_path / "schedule.png"
     arguments = ["--quick", "--traces", str(tmp_path), "--json", str(path), "--plot", str(picture)]
-    assert run.main([*arguments, "--memory-rate", "1000"]) == 0
+    assert schedule.main([*arguments, "--memory-rate", "1000"]) == 0
     found = json.loads(path.read_text())
     assert found["machine"]["memory_rate"] == 1e12
     assert [record["name"] for record in found["mixes"]] == ["even", "skewed"]
-    assert len(found["goals"]) == len(report.GOALS)
+    assert len(found["goals"]) == len(schedule.GOALS)
     printed = capsys.readouterr().out
     assert all(line in printed for line in found["goals"]) and "no traces in" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -133,11 +135,11 @@ def test_run_says_what_is_met_and_draws_it(tmp_path, monkeypatch, capsys) -> Non
 
 def test_goals_are_judged_by_the_worst_case() -> None:
     def mix(ours: float, before: float, is_even: bool = False) -> dict:
-        us = {report.OURS: ours, report.BEFORE: before}
+        us = {schedule.OURS: ours, schedule.BEFORE: before}
         return {"name": f"{ours}", "us": us, "over_bound": us, "is_even": is_even}
 
     def answers(*records: dict) -> list[str]:
-        lines = report.goal_lines({"mixes": records})
+        lines = goal_lines(schedule.GOALS, {"mixes": records})
         return [line[:12].strip() for line in lines]
 
     assert answers(mix(1.05, 1.2), mix(1.1, 1.1, True)) == ["met", "met"]
@@ -148,4 +150,4 @@ def test_goals_are_judged_by_the_worst_case() -> None:
 
 def test_traces_are_looked_for_where_tests_look(monkeypatch) -> None:
     monkeypatch.setenv("PAGED_JAX_TEST_DATA", "/data")
-    assert run._parser().parse_args([]).traces == Path("/data/traces")
+    assert schedule._default_traces() == Path("/data/traces")

@@ -12,15 +12,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import http_server
+from benchmarks import harness, http_server
+from benchmarks.serving import __main__ as serving
 from benchmarks.serving import peers as serving_peers
-from benchmarks.serving import report as serving_report
-from benchmarks.serving import run as serving
 from benchmarks.serving import vllm_peer
-from benchmarks.serving.baselines import ContiguousBatches
-from benchmarks.serving.engines import EngineSizes, make_engine, serve
-from benchmarks.serving.outcome import Outcome, median_summary, summary
+from benchmarks.serving.engines import ContiguousBatches, EngineSizes, make_engine, serve
 from benchmarks.serving.workloads import (
+    Outcome,
     Request,
     Scale,
     Sizes,
@@ -28,7 +26,9 @@ from benchmarks.serving.workloads import (
     draw,
     fitting_scale,
     from_trace,
+    median_summary,
     read_trace,
+    summary,
     with_poisson_arrivals,
 )
 from paged_jax import Llama
@@ -364,7 +364,7 @@ def peer(rate: float, peak: int) -> dict:
 
 
 def answers(**changes) -> list[str]:
-    lines = serving_report.goal_lines(report(**changes))
+    lines = harness.goal_lines(serving.GOALS, report(**changes))
     return [line[:12].strip() for line in lines]
 
 
@@ -381,7 +381,7 @@ def test_goals_are_met_missed_or_not_measured() -> None:
 
 
 def test_ratios_need_naive() -> None:
-    assert serving_report.ratios({"other": [1.0]}) == {}
+    assert serving.ratios({"other": [1.0]}) == {}
 
 
 def test_tables_have_a_line_for_everything() -> None:
@@ -395,15 +395,15 @@ def test_tables_have_a_line_for_everything() -> None:
         peers={"paged_jax": peer(40, 10**6), "transformers, sized": peer(10, 10**7)},
         replays={"paged": replay},
     )
-    table = serving_report.result_lines(made)
+    table = serving.result_lines(made)
     assert len(table) == 4 and " 4.00" in table[2] and "100%" in table[2]
-    assert serving_report.time_lines(made) == [
+    assert serving.time_lines(made) == [
         "offline, paged: host 25.0%",
         "    preemptions 3",
     ]
-    assert "4.00x the rate in 0.100 of the memory" in serving_report.peer_lines(made)[1]
-    assert " 3" in serving_report.replay_lines(made)[1]
-    assert "25.0%" in serving_report.replay_lines(made)[1]
+    assert "4.00x the rate in 0.100 of the memory" in serving.peer_lines(made)[1]
+    assert " 3" in serving.replay_lines(made)[1]
+    assert "25.0%" in serving.replay_lines(made)[1]
 
 
 def test_peers_that_fail_are_left_out(tmp_path, capsys, monkeypatch) -> None:

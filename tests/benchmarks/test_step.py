@@ -7,14 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.common import figures
+from benchmarks import harness, step
 from benchmarks.common.device_time import Rates
-from benchmarks.step import cases as step_cases
-from benchmarks.step import programs, report, run
-from benchmarks.step.cases import Case
-from benchmarks.step.kernels import KernelTime, kernel_times
-from benchmarks.step.kernels import lines as kernel_lines
-from benchmarks.step.programs import ENGINE, Bench, Variant
+from benchmarks.step import ENGINE, Bench, Case, KernelTime, Variant, kernel_lines, kernel_times
 from paged_jax.kernels.kv_dtypes import KVDtype
 from tests.support.tiny_model import CONFIG
 
@@ -46,11 +41,13 @@ def test_case_counts_bytes_and_flops_of_attention() -> None:
 
 def record(ms: float, case: Case) -> dict:
     """Return the record of a run with the rates RATES."""
-    return run.make_record(case, RATES, {ENGINE: ms / 1e3}, 1, "gpu")
+    return step.make_record(case, RATES, {ENGINE: ms / 1e3}, 1, "gpu")
 
 
 def answers(*records: dict, accelerator: str | None = "NVIDIA H200") -> list[str]:
-    lines = report.goal_lines({"results": list(records), "accelerator": accelerator})
+    lines = harness.goal_lines(
+        step.GOALS, {"results": list(records), "accelerator": accelerator}, accelerator
+    )
     return [line[:12].strip() for line in lines]
 
 
@@ -72,20 +69,20 @@ def test_each_goal_asks_its_own_cases(goal, case, good, bad) -> None:
 
 
 def test_the_first_jobs_answer_every_goal() -> None:
-    jobs = run.make_jobs(step_cases.gpu_cases(), None, "gpu")
-    first = [case for case, variants in jobs[: len(step_cases.goal_cases())] if not variants]
+    jobs = step.make_jobs(step.gpu_cases(), None, "gpu")
+    first = [case for case, variants in jobs[: len(step.goal_cases())] if not variants]
     assert "not measured" not in answers(*(record(1, case) for case in first))
     varied = {case: variants for case, variants in jobs if variants}
     assert set(varied) == set(first)
     assert "rematerialised" in varied[Case("8B", batch=64)]
     assert "bare step" not in varied[Case("8B", chunk=2048, context=0)]
-    assert {case for case, _ in jobs} == set(step_cases.gpu_cases())
+    assert {case for case, _ in jobs} == set(step.gpu_cases())
 
 
 @pytest.fixture
 def tiny(monkeypatch) -> Case:
-    monkeypatch.setitem(step_cases.MODELS, "tiny", CONFIG)
-    monkeypatch.setattr(programs, "MAX_MODEL_LEN", 256)
+    monkeypatch.setitem(step.MODELS, "tiny", CONFIG)
+    monkeypatch.setattr(step, "MAX_MODEL_LEN", 256)
     return Case("tiny", batch=2, context=20, dtype="float32")
 
 
@@ -115,7 +112,7 @@ def test_kernel_times_are_summed_by_kind(tmp_path) -> None:
 
 def measure(case: Case, variants: list[str], profile=None) -> dict:
     kept: list[dict] = []
-    session = run.Session(RATES, budget=600, num_rounds=1, num_dispatches=2, save=kept.append)
+    session = step.Session(RATES, budget=600, num_rounds=1, num_dispatches=2, save=kept.append)
     session.measure(case, variants, profile)
     return kept[-1]
 
@@ -123,14 +120,14 @@ def measure(case: Case, variants: list[str], profile=None) -> dict:
 @pytest.mark.slow
 def test_measure_times_the_programs_of_an_engine(tiny, monkeypatch) -> None:
     # A loop has room for 8 decode steps, so these are too few for a figure.
-    monkeypatch.setitem(programs.VARIANTS, "too few", Variant(steps_per_dispatch=16))
+    monkeypatch.setitem(step.VARIANTS, "too few", Variant(steps_per_dispatch=16))
     names = ["one step a dispatch", "sampled, top-k and top-p", "bare step", "too few"]
     found = measure(tiny, names)
     assert list(found["ms"]) == [ENGINE, *names[:3]]
     assert list(found["failed"]) == ["too few"]
     assert "must append 16 tokens per slot, got [8, 8]" in found["failed"]["too few"]
     assert min(found["ms"].values()) > 0
-    assert str(tiny) in report.record_line(found)
+    assert str(tiny) in step.record_line(found)
 
 
 @pytest.mark.slow
@@ -143,7 +140,7 @@ def test_measure_times_chunks_and_writes_a_profile(tiny, tmp_path) -> None:
 @pytest.mark.slow
 def test_a_bench_reads_random_numbers_in_blocks_that_lie_anywhere(tiny) -> None:
     case = Case("tiny", batch=3, context=50, dtype="float32", kv_dtype="int8")
-    model = programs.random_model(case)
+    model = step.random_model(case)
     bench = Bench(case, model, 16)
     cache = bench._executor.state.cache
     assert cache.lengths.tolist() == [50] * 3
@@ -159,9 +156,9 @@ def test_a_bench_reads_random_numbers_in_blocks_that_lie_anywhere(tiny) -> None:
         ("rotation and write apart", True, False),
         (ENGINE, True, True),
     ):
-        variant = programs.VARIANTS[name]
+        variant = step.VARIANTS[name]
         call = bench._calls(variant)[0]
-        with programs._traced_with(variant):
+        with step._traced_with(variant):
             traced = call.program.trace(
                 bench._executor.weights.arrays, bench._executor.state, *call.args, **call.static
             )
@@ -179,11 +176,11 @@ def test_variants_compile_with_their_options(monkeypatch) -> None:
     class Jitted:
         __wrapped__ = staticmethod(lambda weights, state: state)
 
-    program = programs.Program("decode", Jitted())
-    assert programs._changed(program, programs.VARIANTS[ENGINE]) is program
+    program = step.Program("decode", Jitted())
+    assert step._changed(program, step.VARIANTS[ENGINE]) is program
     names = ("rematerialised", "float32 queries", "rotation and write apart")
     for name in (*names, "without command buffers"):
-        programs._changed(program, programs.VARIANTS[name])
+        step._changed(program, step.VARIANTS[name])
     remat = {"xla_disable_hlo_passes": "rematerialization"}
     options = [each["compiler_options"] for each in asked]
     assert options == [{}, remat, remat, {**remat, "xla_gpu_enable_command_buffer": ""}]
@@ -191,22 +188,23 @@ def test_variants_compile_with_their_options(monkeypatch) -> None:
 
 
 def test_run_ends_in_time_and_keeps_what_fails(monkeypatch) -> None:
-    class Session(run.Session):
+    class Session(step.Session):
         def measure(self, case, variants, profile=None):
             if case.model == "1B":
                 raise RuntimeError("out of memory\nand a long story")
             self._save(make_record(case))
-            self._end = -1.0 if case.model == "135M" else self._end
+            if case.model == "135M":
+                self._budget = harness.Budget(-1.0)
 
     def make_record(case: Case) -> dict:
         return record(1, case)
 
-    monkeypatch.setattr(run, "Session", Session)
-    monkeypatch.setattr(run, "measure_rates", lambda: RATES)
+    monkeypatch.setattr(step, "Session", Session)
+    monkeypatch.setattr(step, "measure_rates", lambda: RATES)
     saved: list[dict] = []
     jobs = [(Case(model), []) for model in ("8B", "1B", "135M", "quick")]
     options = {"budget": 60, "num_rounds": 1, "num_dispatches": 1}
-    found = run.run(jobs, save=saved.append, **options)
+    found = step.run(jobs, save=saved.append, **options)
     assert [each["case"]["model"] for each in found["results"]] == ["8B", "135M"]
     [failed] = found["skipped"]["failed"]
     assert failed.endswith("RuntimeError: out of memory")
@@ -216,17 +214,17 @@ def test_run_ends_in_time_and_keeps_what_fails(monkeypatch) -> None:
 
 @pytest.mark.peers
 def test_plot_draws_a_report(tmp_path) -> None:
-    varied = run.make_record(Case("8B"), RATES, {ENGINE: 0.004, "bare step": 0.003}, 64, "gpu")
+    varied = step.make_record(Case("8B"), RATES, {ENGINE: 0.004, "bare step": 0.003}, 64, "gpu")
     found = {
         "results": [varied, record(1, Case("135M"))],
         "accelerator": "NVIDIA H200",
         "versions": {"jax": "0"},
     }
-    path = tmp_path / "new" / "plot.png"
-    report.plot(figures.plotter(), found, path)
+    path = tmp_path / "plot.png"
+    step.plot(harness.plotter(), found).savefig(path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_main_needs_a_case(capsys) -> None:
-    assert run.main(["--quick", "--models", "8B"]) == 2
+    assert step.main(["--quick", "--models", "8B"]) == 2
     assert "these options exclude all cases" in capsys.readouterr().err

@@ -21,7 +21,7 @@ def test_random_weights_have_the_arrays_of_their_format(name) -> None:
 
 def test_report_has_a_row_per_format_and_number_of_rows(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(benchmark, "memory_rate", lambda: 10.0)
-    monkeypatch.setattr(benchmark, "take_turns", lambda *_: {"format": 1e-6, "bfloat16": 2e-6})
+    monkeypatch.setattr(benchmark, "median_seconds", lambda *_: {"format": 1e-6, "bfloat16": 2e-6})
     path = tmp_path / "report.json"
     small = ["--size", "64", "--weights", "1", "--rows", "1", "3", "--json", str(path)]
     assert benchmark.main(["--formats", "q4_0", "mxfp4", *small]) == 0
