@@ -106,7 +106,7 @@ class InstantDevice(Executor):
         drawn[..., 0] = self.text[places % self.text.size]
         drawn[..., 1] = np.float32(-1).view(np.int32)  # the log-probabilities
         arrays: dict[str, Any] = {  # NumPy arrays, as the host gets them
-            "drawn": drawn,
+            "packed_draws": drawn,
             "num_new": np.where(is_row, steps, 0).astype(np.int32),
             "num_steps": np.int32(steps),
             "free_blocks": (np.int32(self.num_blocks - num_held),),
