@@ -6,18 +6,23 @@ extended and closed before the next block is opened.
 
 import dataclasses
 import secrets
-from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from paged_jax.models.text.tool_reader import AnswerDelta
 from paged_jax.sampling.structured_outputs import StructuredOutputsParams
 from paged_jax.server import bodies
-from paged_jax.server.answers import Answer, only_constraint
 from paged_jax.server.chats import Chat, num_chars
-from paged_jax.server.request_log import RequestRecord
+from paged_jax.server.generation_request import (
+    GenerationRequest,
+    constraint_field,
+    only_constraint,
+    read_common,
+    read_params,
+)
 from paged_jax.server.sampling_body import SamplingBody
-from paged_jax.server.service import Client, Service
+from paged_jax.server.service import Service
+from paged_jax.server.writer import Writer
 
 BlockKind = Literal["reasoning", "content", "call"]
 
@@ -109,64 +114,65 @@ class BlockTracker:
         return [BlockChange("close", self.blocks[-1])]
 
 
-class BlockAnswer(Answer):
-    """Base class of the answers that consist of blocks.
+def read_blocks(
+    service: Service,
+    body: SamplingBody,
+    chat_body: bodies.ChatBody,
+    *,
+    format_field: str,
+    format: Callable[[], StructuredOutputsParams] | None,
+    params: dict[str, Any],
+    **fields: Any,
+) -> GenerationRequest:
+    """Read a body whose answer consists of blocks.
 
-    The argument `chat` is the body, converted to a body of ``POST /v1/chat/completions``.
+    Args:
+      service: the engine and its settings.
+      body: the parsed request body.
+      chat_body: the body, converted to a body of ``POST /v1/chat/completions``.
+      format_field: name of the body field that may require a format of the text.
+      format: function that returns the constraint that this field describes; None if the field
+        allows any text.
+      params: sampling parameters in fields that only this API has.
+      **fields: the other attributes of the request.
+    """
+    chat = Chat(service, chat_body)
+    field = constraint_field(body) if format is None else format_field
+
+    def read_all_params() -> dict[str, Any]:
+        given = read_params(body)
+        constraint = only_constraint(given, None if format is None else format(), format_field)
+        return given | chat.params(constraint, field) | params
+
+    has_constraint = body.structured_outputs is not None or format is not None
+    return read_common(
+        body,
+        prompts=lambda: [chat.token_ids()],
+        num_chars=num_chars(chat_body.messages),
+        params=read_all_params,
+        clamps_max_tokens=True,
+        is_constrained=has_constraint or bool(chat_body.tools),
+        constraint_field=field,
+        chat=chat,
+        **fields,
+    )
+
+
+class BlockWriter(Writer):
+    """Base class of writers for answers that consist of blocks.
 
     Attributes:
-      format_field: name of the body field that may require a format of the text.
+      chat: the chat, which divides the text into reasoning, content and tool calls.
       tracker: the blocks generated so far.
     """
 
     end_mark = b""
-    clamps_max_tokens = True
-    format_field: str
 
     def __init__(
-        self,
-        service: Service,
-        body: SamplingBody,
-        client: Client,
-        record: RequestRecord,
-        chat: bodies.ChatBody,
+        self, service: Service, body: SamplingBody, request: GenerationRequest, request_id: str
     ):
-        super().__init__(service, body, client, record)
-        self.id = self.id.replace("-", "_", 1)
-        self.chat = Chat(service, chat)
+        super().__init__(service, body, request, request_id)
+        assert request.chat is not None
+        self.id = f"{request.id_prefix}_{request_id}"
+        self.chat = request.chat
         self.tracker = BlockTracker()
-
-    def prompts(self) -> list[str | list[int]]:
-        """Return a list with one prompt: the token ids of the chat, rendered by the template."""
-        return [self.chat.token_ids()]
-
-    @property
-    def num_chars(self) -> int:
-        """Total number of characters of all messages."""
-        return num_chars(self.chat.body.messages)
-
-    @property
-    @abstractmethod
-    def has_format(self) -> bool:
-        """Whether the body's field `format_field` requires a format of the text."""
-
-    @abstractmethod
-    def format_constraint(self) -> StructuredOutputsParams:
-        """Return the constraint that `format_field` describes. Call it only if `has_format`."""
-
-    @property
-    def is_constrained(self) -> bool:
-        """Whether a grammar must be compiled: for a constraint on the text, or for tool calls."""
-        return super().is_constrained or self.has_format or bool(self.chat.body.tools)
-
-    @property
-    def constraint_field(self) -> str:
-        """Name of the body field with the constraint on the text."""
-        return self.format_field if self.has_format else super().constraint_field
-
-    def params(self) -> dict[str, Any]:
-        """Return the sampling parameters, with a constraint for reasoning, tool calls and text."""
-        params = super().params()
-        format = self.format_constraint() if self.has_format else None
-        constraint = only_constraint(params, format, self.format_field)
-        return params | self.chat.params(constraint, self.constraint_field)

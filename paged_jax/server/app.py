@@ -22,15 +22,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paged_jax import __version__
 from paged_jax.server import admin, cache_page, openapi, schemas
-from paged_jax.server.anthropic_answers import MessagesAnswer
+from paged_jax.server.anthropic_codec import MessagesWriter, read_message
 from paged_jax.server.api_error import ApiError
-from paged_jax.server.chat_answers import ChatAnswer
-from paged_jax.server.completion_answers import CompletionAnswer, GenerateAnswer
+from paged_jax.server.chat_codec import ChatWriter, read_chat
+from paged_jax.server.completion_codec import (
+    CompletionWriter,
+    GenerateWriter,
+    read_completion,
+    read_generate,
+)
 from paged_jax.server.completions import CompletionEndpoint
 from paged_jax.server.disconnection import ClientGone
 from paged_jax.server.json_encoding import json_response
 from paged_jax.server.request_log import RECORD, RequestLogMiddleware
-from paged_jax.server.response_answers import ResponsesAnswer
+from paged_jax.server.response_codec import ResponsesWriter, read_response
 from paged_jax.server.security import CLIENT, Security
 from paged_jax.server.service import Service
 from paged_jax.server.tokenization import (
@@ -127,17 +132,17 @@ def _cors(service: Service) -> list[Middleware]:
 
 
 def _generation_routes(service: Service) -> list[Route]:
-    answers: dict[str, Any] = {
-        "/generate": GenerateAnswer,
-        "/v1/completions": CompletionAnswer,
-        "/v1/chat/completions": ChatAnswer,
-        "/v1/responses": ResponsesAnswer,
-        "/v1/messages": MessagesAnswer,
+    codecs: dict[str, tuple[Any, Any]] = {
+        "/generate": (read_generate, GenerateWriter),
+        "/v1/completions": (read_completion, CompletionWriter),
+        "/v1/chat/completions": (read_chat, ChatWriter),
+        "/v1/responses": (read_response, ResponsesWriter),
+        "/v1/messages": (read_message, MessagesWriter),
     }
     bodies: dict[str, Any] = {endpoint.path: endpoint.body for endpoint in openapi.ENDPOINTS}
     return [
-        Route(path, CompletionEndpoint(service, bodies[path], answer), methods=["POST"])
-        for path, answer in answers.items()
+        Route(path, CompletionEndpoint(service, bodies[path], *codec), methods=["POST"])
+        for path, codec in codecs.items()
     ]
 
 

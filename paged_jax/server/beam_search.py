@@ -14,9 +14,8 @@ from paged_jax.engine.beam_search import Beam, BeamChoice, BeamSearchParams, num
 from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
 from paged_jax.sampling.token_bias import TokenBias
 from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
-from paged_jax.server import bodies
-from paged_jax.server.answers import Answer
 from paged_jax.server.api_error import ApiError
+from paged_jax.server.generation_request import GenerationRequest
 from paged_jax.server.job import Job, sample_job
 from paged_jax.server.service import Service
 
@@ -26,21 +25,20 @@ _BEAM_PARAMS = frozenset(
 )
 
 
-def check_beam_search(answer: Answer) -> None:
+def check_beam_search(service: Service, request: GenerationRequest) -> None:
     """Raise an `ApiError` if a field of the request cannot be combined with beam search."""
     default_params = SamplingParams(temperature=0)
-    for name, value in answer.params().items():
+    for name, value in request.params().items():
         neutral = getattr(default_params, name)
         is_neutral = value == neutral or (neutral == () and not value)
         if name not in _BEAM_PARAMS and not is_neutral:
-            name = answer.constraint_field if name == "structured_outputs" else name
+            name = request.constraint_field if name == "structured_outputs" else name
             raise _unsupported(name, "null" if neutral in (None, ()) else f"null or {neutral}")
     for name in ("stream", "timeout", "explain"):
-        if getattr(answer.body, name):
+        if getattr(request, name):
             raise _unsupported(name, "null")
-    if answer.max_tokens == 0:
+    if request.max_tokens == 0:
         raise _unsupported("max_tokens", "at least 1")
-    service = answer.service
     max_beams = max(
         width
         for width in range(MAX_LOGPROBS)
@@ -49,7 +47,7 @@ def check_beam_search(answer: Answer) -> None:
     if not max_beams or not service.token_bias.suppresses_only:
         problem = "use_beam_search is not implemented for the token biases of this model."
         raise ApiError(400, problem, param="use_beam_search")
-    if (answer.body.n or 1) > max_beams:
+    if request.n > max_beams:
         raise _unsupported("n", f"at most {max_beams}")
 
 
@@ -66,15 +64,15 @@ def _num_candidates(service: Service, width: int, num_end_ids: int) -> int:
     return num_candidates(width, num_end_ids) + len(service.token_bias.all_ids)
 
 
-async def run_beam_search(answer: Answer, job: Job) -> AsyncGenerator[tuple[int, RequestOutput]]:
+async def run_beam_search(
+    service: Service, job: Job, length_penalty: float
+) -> AsyncGenerator[tuple[int, RequestOutput]]:
     """Run beam search. Yield ``(index, output)`` for each prompt, with its beams as samples."""
-    service, body = answer.service, answer.body
-    length_penalty = body.length_penalty if isinstance(body, bodies.OpenAiBody) else None
     params = BeamSearchParams(
         beam_width=job.params.n,
         max_tokens=job.params.max_tokens or service.max_model_len,
         ignore_eos=job.params.ignore_eos,
-        length_penalty=1.0 if length_penalty is None else length_penalty,
+        length_penalty=length_penalty,
         include_stop_str_in_output=job.params.include_stop_str_in_output,
     )
     end_ids = frozenset() if params.ignore_eos else service.eos_token_ids
@@ -97,7 +95,7 @@ async def run_beam_search(answer: Answer, job: Job) -> AsyncGenerator[tuple[int,
             for beam in choice.beams
         ]
         step = dataclasses.replace(job, prompts=prompts, params=next_token)
-        outputs = {row: output async for row, output in sample_job(answer, step)}
+        outputs = {row: output async for row, output in sample_job(service, step)}
         ordered_outputs = (outputs[row] for row in range(len(prompts)))
         for index, choice in running.items():
             beam_outputs = list(itertools.islice(ordered_outputs, len(choice.beams)))
@@ -110,7 +108,7 @@ async def run_beam_search(answer: Answer, job: Job) -> AsyncGenerator[tuple[int,
             _beam_sample(service, choice, rank, beam) for rank, beam in enumerate(choice.best())
         ]
         output = dataclasses.replace(first[index], outputs=samples, finished=True)
-        answer.record.note_output(index, output)
+        job.record.note_output(index, output)
         yield index, output
 
 

@@ -27,8 +27,8 @@ from paged_jax.models.text.tool_reader import AnswerDelta
 from paged_jax.sampling.structured_outputs import StructuredOutputsParams
 from paged_jax.scheduler.outputs import CompletionOutput
 from paged_jax.server import bodies
-from paged_jax.server.answers import SampleDelta
 from paged_jax.server.api_error import ApiError
+from paged_jax.server.sample_deltas import SampleDelta
 from paged_jax.server.service import Service
 
 

@@ -7,6 +7,7 @@ request in the engine, and `beam_search` the requests with beam search.
 import dataclasses
 import functools
 import math
+import secrets
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -15,104 +16,131 @@ from paged_jax.models.text.grammar import Grammar
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.sampling.structured_outputs import StructuredOutputsParams
 from paged_jax.scheduler.outputs import RequestOutput
-from paged_jax.server.answers import Answer
 from paged_jax.server.api_error import ApiError, bad_request
 from paged_jax.server.beam_search import check_beam_search, run_beam_search
+from paged_jax.server.generation_request import GenerationRequest
 from paged_jax.server.job import Job, sample_job
-from paged_jax.server.service import Service
+from paged_jax.server.request_log import RequestRecord
+from paged_jax.server.service import Client, Service
 
 
-def check_request(answer: Answer) -> None:
+def check_request(service: Service, request: GenerationRequest) -> None:
     """Check a request as far as possible without tokenizing its prompts.
 
     Raises:
       ApiError: the request names an unknown model, exceeds a limit or the model's context, or has
         options that beam search does not support.
     """
-    body, limits = answer.body, answer.service.limits
-    answer.service.check_model(getattr(body, "model", None))
-    limits.check("max_prompts", answer.num_prompts, "prompt", description="the number of prompts")
-    param = "n" if answer.num_samples == (body.n or 1) else "best_of"
-    limits.check("max_n", answer.num_samples, param)
-    field, stop = answer.stop
+    limits = service.limits
+    service.check_model(request.model)
+    limits.check("max_prompts", request.num_prompts, "prompt", description="the number of prompts")
+    param = "n" if request.num_samples == request.n else "best_of"
+    limits.check("max_n", request.num_samples, param)
+    field, stop = request.stop_field, request.stop
     limits.check("max_stop", len(stop), field, description="the number of stop strings")
     max_chars = max(map(len, stop), default=0)
     limits.check("max_stop_chars", max_chars, field, description="the length of a stop string")
-    num_chars, per_token = answer.num_chars, answer.service.max_token_chars
-    is_truncated = getattr(body, "truncate_prompt_tokens", None) is not None
-    if num_chars > answer.max_prompt_tokens * per_token and not is_truncated:
-        min_tokens = math.ceil(num_chars / per_token)
-        raise _too_long(answer, f"{num_chars} characters, which are {min_tokens} tokens or more")
-    if answer.uses_beam_search:
-        check_beam_search(answer)
+    num_chars, per_token = request.num_chars, service.max_token_chars
+    is_truncated = request.truncate_prompt_tokens is not None
+    if num_chars > _max_prompt_tokens(service, request) * per_token and not is_truncated:
+        size = (
+            f"{num_chars} characters, which are {math.ceil(num_chars / per_token)} tokens or more"
+        )
+        raise _too_long(service, request, size)
+    if request.beam_length_penalty is not None:
+        check_beam_search(service, request)
 
 
-async def make_job(answer: Answer) -> Job:
+def _max_prompt_tokens(service: Service, request: GenerationRequest) -> int:
+    """Return the context length, minus 1 unless `max_tokens` is 0."""
+    return service.max_model_len - (request.max_tokens != 0)
+
+
+async def make_job(
+    service: Service, request: GenerationRequest, client: Client, record: RequestRecord
+) -> Job:
     """Make the sampling parameters of a request and tokenize its prompts.
 
     This happens in a thread if it may take long, see `Service.encode`.
 
+    Args:
+      service: the engine and its settings.
+      request: the request.
+      client: the sender of the request.
+      record: the request's record for the log, which also stores the outputs.
+
     Raises:
       ApiError: the body is invalid or exceeds a limit.
     """
-    num_chars = math.inf if answer.is_constrained else answer.record.size(answer.num_chars)
-    return await answer.service.encode(num_chars, functools.partial(_make_job, answer))
+    num_chars = math.inf if request.is_constrained else record.size(request.num_chars)
+    make = functools.partial(_make_job, service, request, client, record)
+    return await service.encode(num_chars, make)
 
 
-def _make_job(answer: Answer) -> Job:
-    service, body = answer.service, answer.body
+def _make_job(
+    service: Service, request: GenerationRequest, client: Client, record: RequestRecord
+) -> Job:
     try:
-        params = _sampling_params(answer)
-        token_ids = [_tokenize(answer, prompt) for prompt in answer.prompts()]
-        if answer.clamps_max_tokens and params.max_tokens is not None:
+        params = _sampling_params(service, request)
+        token_ids = [_tokenize(service, request, prompt) for prompt in request.prompts()]
+        if request.clamps_max_tokens and params.max_tokens is not None:
             max_tokens = max(1, service.max_length - max(map(len, token_ids)))
             params = dataclasses.replace(params, max_tokens=min(params.max_tokens, max_tokens))
         params = _limit_tokens(service, params, token_ids)
         constraint = params.structured_outputs
         # Compile the grammar here, because this function runs in a separate thread. In the engine's
         # thread, the compilation would delay all streams.
-        grammar = None if constraint is None else _compile(answer, constraint)
+        grammar = None if constraint is None else _compile(service, request, constraint)
     except ValueError as error:
         raise bad_request(error) from None
-    options: dict[str, Any] = {"explain": body.explain, "client": answer.client.name}
-    if body.priority is not None:
-        if body.priority < 0 and service.settings.api_keys:
+    options: dict[str, Any] = {
+        "explain": request.explain,
+        "client": client.name,
+        "final_only": not request.stream,
+    }
+    if request.priority is not None:
+        if request.priority < 0 and service.settings.api_keys:
             raise ApiError(
                 400,
                 "priority must be at least 0, because lower values would delay the requests of "
-                f"other tenants, got {body.priority}.",
+                f"other tenants, got {request.priority}.",
                 param="priority",
             )
-        options["priority"] = body.priority
-    if body.timeout is not None:
-        options["timeout"] = body.timeout
-    salt, cache_salt = answer.client.salt, body.cache_salt or ""
+        options["priority"] = request.priority
+    if request.timeout is not None:
+        options["timeout"] = request.timeout
+    name = f"{request.id_prefix}-{record.request_id}"
+    if record.is_given:  # make the name unique: clients may use an id for several requests
+        name = f"{name}-{secrets.token_hex(4)}"
     # The colon separates the two salts, so that different pairs cannot give the same text.
-    return Job(token_ids, params, f"{salt}:{cache_salt}" if salt else cache_salt, options, grammar)
+    salt = f"{client.salt}:{request.cache_salt}" if client.salt else request.cache_salt
+    return Job(name, record, token_ids, params, salt, options, grammar)
 
 
-def _compile(answer: Answer, constraint: StructuredOutputsParams) -> Grammar:
+def _compile(
+    service: Service, request: GenerationRequest, constraint: StructuredOutputsParams
+) -> Grammar:
     try:
-        return answer.service.grammars.compile(constraint)
+        return service.grammars.compile(constraint)
     except ArgumentError as error:
-        raise ArgumentError(error.function, error.problem, answer.constraint_field) from None
+        raise ArgumentError(error.function, error.problem, request.constraint_field) from None
 
 
-def _too_long(answer: Answer, size: str) -> ApiError:
-    context, max_tokens = answer.service.max_model_len, answer.max_prompt_tokens
+def _too_long(service: Service, request: GenerationRequest, size: str) -> ApiError:
+    context, max_tokens = service.max_model_len, _max_prompt_tokens(service, request)
     reason = ", to leave room for an answer" if max_tokens < context else ""
     return ApiError(
         400,
         # The first sentence is OpenAI's, because some clients recognise this error by it.
         f"This model's maximum context length is {context} tokens. The prompt must have at most "
         f"{max_tokens}{reason}, got {size}.",
-        param=answer.prompt_field,
+        param=request.prompt_field,
         code="context_length_exceeded",
     )
 
 
-def _sampling_params(answer: Answer) -> SamplingParams:
-    service, params = answer.service, answer.params()
+def _sampling_params(service: Service, request: GenerationRequest) -> SamplingParams:
+    params = request.params()
     for name in ("logprobs", "prompt_logprobs"):
         service.limits.check("max_logprobs", params.get(name), name)
     generation_config = service.generation_config
@@ -120,7 +148,7 @@ def _sampling_params(answer: Answer) -> SamplingParams:
     # recommends a limit, so that `fill_in` adds this limit.
     if params.get("max_tokens", 0) is None and "max_tokens" in generation_config.sampling_defaults:
         del params["max_tokens"]
-    return SamplingParams(**generation_config.fill_in(params, answer.fallback_params))
+    return SamplingParams(**generation_config.fill_in(params, request.fallback_params))
 
 
 def _limit_tokens(
@@ -156,37 +184,40 @@ def _num_logprobs(count: int | None) -> int:
     return 0 if count is None else count + 1
 
 
-def _tokenize(answer: Answer, prompt: str | list[int]) -> list[int]:
-    service = answer.service
+def _tokenize(service: Service, request: GenerationRequest, prompt: str | list[int]) -> list[int]:
     if isinstance(prompt, str):
         if service.tokenizer is None:
             raise ApiError(400, "The model has no tokenizer. Send token ids instead of text.")
-        add_special_tokens = answer.body.add_special_tokens is not False
-        prompt = service.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-    max_tokens = getattr(answer.body, "truncate_prompt_tokens", None)
+        prompt = service.tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
+    max_tokens = request.truncate_prompt_tokens
+    max_prompt_tokens = _max_prompt_tokens(service, request)
     if max_tokens is not None:
         if max_tokens == -1:
-            num_free = service.max_length - (answer.max_tokens or 0)
-            max_tokens = max(1, min(answer.max_prompt_tokens, num_free))
+            num_free = service.max_length - (request.max_tokens or 0)
+            max_tokens = max(1, min(max_prompt_tokens, num_free))
         prompt = prompt[max(0, len(prompt) - max_tokens) :]
     limits, last = service.limits, service.vocab_size - 1
     if (max_id := max(prompt, default=0)) > last:
-        name = answer.prompt_field
+        name = request.prompt_field
         raise ApiError(400, f"{name} must hold token ids in 0..{last}, got {max_id}.", param=name)
     description = "the number of prompt tokens"
-    limits.check("max_prompt_tokens", len(prompt), answer.prompt_field, description=description)
-    if len(prompt) > answer.max_prompt_tokens:
-        raise _too_long(answer, str(len(prompt)))
+    limits.check("max_prompt_tokens", len(prompt), request.prompt_field, description=description)
+    if len(prompt) > max_prompt_tokens:
+        raise _too_long(service, request, str(len(prompt)))
     return prompt
 
 
 def run(
-    answer: Answer, job: Job, on_added: Callable[[], None] = lambda: None
+    service: Service,
+    request: GenerationRequest,
+    job: Job,
+    on_added: Callable[[], None] = lambda: None,
 ) -> AsyncGenerator[tuple[int, RequestOutput]]:
     """Run a job. Yield ``(index, output)`` whenever the prompt with this index has new tokens.
 
     Args:
-      answer: the request.
+      service: the engine and its settings.
+      request: the request.
       job: the job of the request.
       on_added: function that is called when the engine has accepted all prompts. After that, no
         error is the client's fault. Beam search does not call it.
@@ -194,6 +225,6 @@ def run(
     Raises:
       ApiError: the engine rejects the job, fails, or has stopped.
     """
-    if answer.uses_beam_search:
-        return run_beam_search(answer, job)
-    return sample_job(answer, job, on_added)
+    if request.beam_length_penalty is not None:
+        return run_beam_search(service, job, request.beam_length_penalty)
+    return sample_job(service, job, on_added)

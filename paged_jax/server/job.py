@@ -11,8 +11,9 @@ from paged_jax.engine.sleep import EngineAsleepError
 from paged_jax.models.text.grammar import Grammar
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.outputs import RequestOutput
-from paged_jax.server.answers import Answer
 from paged_jax.server.api_error import ApiError, bad_request, engine_stopped, sleeping
+from paged_jax.server.request_log import RequestRecord
+from paged_jax.server.service import Service
 
 T = TypeVar("T")
 
@@ -22,6 +23,8 @@ class Job:
     """A request in the form that the engine needs: validated and tokenized.
 
     Attributes:
+      name: prefix of the request ids in the engine. The index of the prompt is appended to it.
+      record: the request's record for the log, which also stores the outputs.
       prompts: token ids of each prompt.
       params: sampling parameters of all prompts.
       cache_salt: salt of the client's API key, followed by the ``cache_salt`` of the request.
@@ -31,6 +34,8 @@ class Job:
         reference keeps it alive.
     """
 
+    name: str
+    record: RequestRecord
     prompts: list[list[int]]
     params: SamplingParams
     cache_salt: str
@@ -39,7 +44,7 @@ class Job:
 
 
 def sample_job(
-    answer: Answer, job: Job, on_added: Callable[[], None] = lambda: None
+    service: Service, job: Job, on_added: Callable[[], None] = lambda: None
 ) -> AsyncGenerator[tuple[int, RequestOutput]]:
     """Run a job without beam search. See `generation.run`."""
     num_missing = len(job.prompts)
@@ -50,20 +55,18 @@ def sample_job(
         if not num_missing:
             on_added()
 
-    streams = [_outputs(answer, job, index, note_added) for index in range(len(job.prompts))]
+    streams = [_outputs(service, job, index, note_added) for index in range(len(job.prompts))]
     return streams[0] if len(streams) == 1 else _merge(streams)
 
 
 async def _outputs(
-    answer: Answer, job: Job, index: int, on_added: Callable[[], None]
+    service: Service, job: Job, index: int, on_added: Callable[[], None]
 ) -> AsyncGenerator[tuple[int, RequestOutput]]:
     """Run ``job.prompts[index]``. Yield ``(index, output)`` whenever it has new tokens."""
-    service = answer.service
     stream = service.engine.generate(
         {"prompt_token_ids": job.prompts[index], "cache_salt": job.cache_salt},
         job.params,
-        request_id=f"{answer.name}-{index}",
-        final_only=not answer.body.stream,
+        request_id=f"{job.name}-{index}",
         on_added=on_added,
         **job.options,
     )
@@ -72,9 +75,9 @@ async def _outputs(
             with service.stalls.arrival():
                 first = await anext(stream, None)
             if first is not None:
-                yield index, _record(answer, index, first)
+                yield index, _record(job, index, first)
             async for output in stream:
-                yield index, _record(answer, index, output)
+                yield index, _record(job, index, output)
     except ValueError as error:
         raise bad_request(error) from None
     except EngineAsleepError:
@@ -83,13 +86,13 @@ async def _outputs(
         raise engine_stopped() from None
 
 
-def _record(answer: Answer, index: int, output: RequestOutput) -> RequestOutput:
+def _record(job: Job, index: int, output: RequestOutput) -> RequestOutput:
     """Store an output in the record of the request log, and return the output.
 
     Raises:
       ApiError: a sample of the output has failed.
     """
-    answer.record.note_output(index, output)
+    job.record.note_output(index, output)
     for sample in output.outputs:
         if sample.finish_reason == "error":
             raise ApiError(500, str(sample.stop_reason), code="generation_failed")

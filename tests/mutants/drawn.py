@@ -356,7 +356,7 @@ DRAWN = (
         'name != "none" and name not in FORMATS',
         "False",
         "tests/models/test_reasoning.py",
-        "tests/server/test_chat_answers.py",
+        "tests/server/test_chat_codec.py",
     ),
     # Scheduler and runner
     mutant(
@@ -487,8 +487,8 @@ DRAWN = (
         "a prompt of the longest length is refused",
         "server",
         "paged_jax.server.generation:check_request",
-        "num_chars > answer.max_prompt_tokens * per_token",
-        "num_chars >= answer.max_prompt_tokens * per_token",
+        "num_chars > _max_prompt_tokens(service, request) * per_token",
+        "num_chars >= _max_prompt_tokens(service, request) * per_token",
         "tests/server/test_generation.py",
         "tests/server/test_fair_quota.py",
         "tests/server/test_completions.py",
@@ -508,7 +508,7 @@ DRAWN = (
         "paged_jax.server.response_bodies:_inner_tools",
         '(tool.get("description"), functions[0].get("description"))',
         '(functions[0].get("description"),)',
-        "tests/server/test_response_answers.py",
+        "tests/server/test_response_codec.py",
         "tests/server/test_all_formats.py",
     ),
     mutant(
@@ -522,7 +522,7 @@ DRAWN = (
     mutant(
         "token ids are a list of prompts",
         "server",
-        "paged_jax.server.completion_answers:CompletionAnswer.prompts",
+        "paged_jax.server.completion_codec:_prompts",
         "isinstance(prompt[0], int)",
         "False",
         "tests/server/test_completions.py",
@@ -530,10 +530,10 @@ DRAWN = (
     mutant(
         "parts of a summary have the name of its text",
         "server",
-        "paged_jax.server.response_answers:_summary_events",
+        "paged_jax.server.response_codec:_summary_events",
         '"part" if "part" in fields else "text"',
         '"text"',
-        "tests/server/test_response_answers.py",
+        "tests/server/test_response_codec.py",
     ),
     # The user interfaces
     mutant(

@@ -139,7 +139,7 @@ SURVIVORS = (
     mutant(
         "input_tokens includes cached tokens",
         "server/messages",
-        "paged_jax.server.anthropic_answers:MessagesAnswer._usage",
+        "paged_jax.server.anthropic_codec:MessagesWriter._usage",
         "total.prompt_tokens - num_cached",
         "total.prompt_tokens",
         *_APIS,
@@ -147,7 +147,7 @@ SURVIVORS = (
     mutant(
         "hidden thoughts are in the stream of messages",
         "server/messages",
-        "paged_jax.server.anthropic_answers:MessagesAnswer._events_of",
+        "paged_jax.server.anthropic_codec:MessagesWriter._events_of",
         'block.kind == "reasoning" and self._hides_thinking',
         "False",
         *_APIS,
@@ -155,7 +155,7 @@ SURVIVORS = (
     mutant(
         "hidden thoughts are in chats",
         "server/chat",
-        "paged_jax.server.chat_answers:ChatAnswer._delta",
+        "paged_jax.server.chat_codec:ChatWriter._delta",
         "None if self.body.include_reasoning is False else reasoning",
         "reasoning",
         *_APIS,
@@ -163,7 +163,7 @@ SURVIVORS = (
     mutant(
         "an item that was cut short is complete",
         "server/responses",
-        "paged_jax.server.response_answers:ResponsesAnswer._item",
+        "paged_jax.server.response_codec:ResponsesWriter._item",
         '"incomplete" if block is self._cut_block else "completed"',
         '"completed"',
         *_APIS,
@@ -171,7 +171,7 @@ SURVIVORS = (
     mutant(
         "the last item of a complete response was cut short",
         "server/responses",
-        "paged_jax.server.response_answers:ResponsesAnswer._changes",
+        "paged_jax.server.response_codec:ResponsesWriter._changes",
         'is_last and delta.sample.finish_reason != "stop" and self.tracker.is_open',
         "is_last and self.tracker.is_open",
         *_APIS,
@@ -179,7 +179,7 @@ SURVIVORS = (
     mutant(
         "a call without arguments has no JSON",
         "server/responses",
-        "paged_jax.server.response_answers:_arguments",
+        "paged_jax.server.response_codec:_arguments",
         "block.text or json.dumps({})",
         "block.text",
         *_APIS,
@@ -187,7 +187,7 @@ SURVIVORS = (
     mutant(
         "a stream does not send the arguments of a call without arguments",
         "server/responses",
-        "paged_jax.server.response_answers:ResponsesAnswer._events_of",
+        "paged_jax.server.response_codec:ResponsesWriter._events_of",
         'block.kind == "call" and not block.text',
         "False",
         *_APIS,

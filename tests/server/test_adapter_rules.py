@@ -14,11 +14,14 @@ import pytest
 from paged_jax.models.text.tool_reader import AnswerDelta
 from paged_jax.scheduler.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from paged_jax.server.answer_blocks import BlockTracker
-from paged_jax.server.answers import Answer
 from paged_jax.server.bodies import CompletionBody, GenerateBody
-from paged_jax.server.completion_answers import CompletionAnswer, GenerateAnswer
-from paged_jax.server.request_log import RequestRecord
-from paged_jax.server.service import Client
+from paged_jax.server.completion_codec import (
+    CompletionWriter,
+    GenerateWriter,
+    read_completion,
+    read_generate,
+)
+from paged_jax.server.writer import Writer
 from tests.server.test_all_formats import (
     APIS,
     CALLS,
@@ -34,22 +37,21 @@ PROMPT = [7, 8, 9, 10, 11]
 THOUGHTS = "ЖЖ secret ЖЖ"  # letters that occur nowhere else
 NOW = "<tool_call>\n" + '{"name": "now", "arguments": {}}' + "\n</tool_call>"
 NOTE = written_calls(FAMILY, CALLS[:1])
-TEXT_APIS = {
-    "completions": (CompletionBody, CompletionAnswer),
-    "generate": (GenerateBody, GenerateAnswer),
+TEXT_APIS: dict[str, tuple[Any, Any, Any]] = {
+    "completions": (CompletionBody, read_completion, CompletionWriter),
+    "generate": (GenerateBody, read_generate, GenerateWriter),
 }
 
 
-def make(api: str, family: str = FAMILY, **fields: Any) -> Answer:
-    """Return a new answer of any API, for a request with the two tools if the API has tools."""
+def make(api: str, family: str = FAMILY, **fields: Any) -> Writer:
+    """Return a new writer of any API, for a request with the two tools if the API has tools."""
     if api not in TEXT_APIS:
         return answer_of(family, api, **({"logprobs": None} if api == "chat" else {}), **fields)
-    body, answer = TEXT_APIS[api]
-    record = RequestRecord("1", False, "POST", "/")
+    body_type, read, make_writer = TEXT_APIS[api]
     if api == "completions":
         fields = {"stream_options": {"include_usage": True}, **fields}
-    parsed = body.model_validate({"prompt": "Well?", **fields})
-    return answer(service_of(family), parsed, Client(), record)
+    body, service = body_type.model_validate({"prompt": "Well?", **fields}), service_of(family)
+    return make_writer(service, body, read(service, body), "1")
 
 
 def outputs_of(
@@ -123,7 +125,7 @@ def test_hidden_reasoning_is_in_no_event(api, end) -> None:
     """Wherever the stream is cut, also within the marks, and also if it ends early."""
     text = f"<think>\n{THOUGHTS}\n</think>\n\nIt is {NOW}"
     text = text if end == "stop" else text[: text.index("</think>") - 2]
-    _, read, join = APIS[api]
+    read, join = APIS[api]
     shown = read(whole_of(make(api), outputs_of(text, end=end)))
     assert "Ж" in shown.reasoning and "</think>" not in shown.reasoning
     cuts = [tuple(text), *((text[:cut], text[cut:]) for cut in range(1, len(text)))]
@@ -243,7 +245,7 @@ def test_call_without_arguments_has_an_empty_object(family) -> None:
     for pieces in ((text,), tuple(text)):
         for api in ("chat", "responses", "messages"):
             outputs = outputs_of(*pieces)
-            _, read, join = APIS[api]
+            read, join = APIS[api]
             assert read(whole_of(make(api, family), outputs)).calls == (("now", "{}"),)
             assert read(join(events_of(make(api, family), outputs))).calls == (("now", "{}"),)
 
@@ -288,7 +290,7 @@ def test_space_around_parts_is_dropped_and_other_space_kept(
     api, text, reasoning, content, has_call
 ) -> None:
     """White space alone is no item and no block; in chats it is text only if it is not the end."""
-    _, read, join = APIS[api]
+    read, join = APIS[api]
     cuts = [(text,), tuple(text), *((text[:cut], text[cut:]) for cut in range(1, len(text), 4))]
     for pieces in cuts:
         outputs = outputs_of(*pieces)
@@ -390,7 +392,7 @@ ANSWERS += [("".join(texts), "length") for texts, _ in CUTS.values()]
 @pytest.mark.parametrize(("text", "end"), ANSWERS)
 def test_clients_read_the_streams(api, text, end) -> None:
     """The parsers of the clients find in a stream what the whole answer has."""
-    _, read, _ = APIS[api]
+    read, _ = APIS[api]
     for pieces in ((text,), tuple(text)):
         whole, events = both(api, *pieces, end=end)
         want, found = read(whole), read(CLIENTS[api](events))

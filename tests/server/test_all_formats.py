@@ -24,17 +24,14 @@ from paged_jax.models.text.grammar import GrammarCompiler
 from paged_jax.models.text.reasoning import HARMONY, HARMONY_MARKS, THINK
 from paged_jax.models.text.tool_grammars import ToolGrammars
 from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from paged_jax.server.answers import Answer, DeltaTracker
-from paged_jax.server.anthropic_answers import MessagesAnswer
+from paged_jax.server import anthropic_codec, chat_codec, response_codec
 from paged_jax.server.anthropic_bodies import MessagesBody
 from paged_jax.server.api_error import ApiError
 from paged_jax.server.bodies import ChatBody
-from paged_jax.server.chat_answers import ChatAnswer
 from paged_jax.server.json_encoding import json_response
-from paged_jax.server.request_log import RequestRecord
-from paged_jax.server.response_answers import ResponsesAnswer
 from paged_jax.server.response_bodies import ResponsesBody
-from paged_jax.server.service import Client
+from paged_jax.server.sample_deltas import DeltaTracker
+from paged_jax.server.writer import Writer
 from tests.models.test_reasoning import HARMONY_TEMPLATE
 from tests.models.test_tools import KNOWN
 from tests.support.tiny_model import EOS
@@ -313,7 +310,7 @@ def join_message(events: list[dict[str, Any]]) -> dict[str, Any]:
     return {**message, "content": blocks, **end["delta"], "usage": end["usage"]}
 
 
-def request_of(api: str, **fields: Any) -> Any:
+def body_of(api: str, **fields: Any) -> Any:
     if api == "chat":
         tools = [{"type": "function", "function": function} for function in FUNCTIONS]
         usage = {"include_usage": True}
@@ -334,19 +331,26 @@ def request_of(api: str, **fields: Any) -> Any:
     return MessagesBody.model_validate({**asked, "tools": tools, **fields})
 
 
-APIS: dict[str, tuple[Any, Any, Any]] = {
-    "chat": (ChatAnswer, read_chat, join_chat),
-    "responses": (ResponsesAnswer, read_response, join_response),
-    "messages": (MessagesAnswer, read_message, join_message),
+CODECS: dict[str, tuple[Any, Any]] = {
+    "chat": (chat_codec.read_chat, chat_codec.ChatWriter),
+    "responses": (response_codec.read_response, response_codec.ResponsesWriter),
+    "messages": (anthropic_codec.read_message, anthropic_codec.MessagesWriter),
+}
+# Functions that read a whole answer, and join the events of a stream to a whole answer.
+APIS: dict[str, tuple[Any, Any]] = {
+    "chat": (read_chat, join_chat),
+    "responses": (read_response, join_response),
+    "messages": (read_message, join_message),
 }
 
 
-def answer_of(family: str, api: str, **fields: Any) -> Answer:
-    record = RequestRecord("1", False, "POST", "/")
-    return APIS[api][0](service_of(family), request_of(api, **fields), Client(), record)
+def answer_of(family: str, api: str, **fields: Any) -> Writer:
+    """Return a writer, whose attribute `request` is what was read from the body."""
+    (read, make_writer), service, body = CODECS[api], service_of(family), body_of(api, **fields)
+    return make_writer(service, body, read(service, body), "1")
 
 
-def events_of(answer: Answer, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
+def events_of(answer: Writer, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
     """Return the events of a stream, decoded from their bytes."""
     tracker = DeltaTracker()
     data = b"".join(map(answer.encode, answer.opening()))
@@ -367,21 +371,21 @@ def cut(outputs: list[RequestOutput]) -> list[RequestOutput]:
     return [*rest, dataclasses.replace(last, outputs=[sample], finished=True)]
 
 
-def whole_of(answer: Answer, outputs: list[RequestOutput]) -> dict[str, Any]:
+def whole_of(answer: Writer, outputs: list[RequestOutput]) -> dict[str, Any]:
     """Return a whole answer, decoded from its bytes."""
     return json.loads(json_response(answer.response_body(outputs[-1:])).body)
 
 
 def answered(family: str, api: str, outputs: list[RequestOutput]) -> Answered:
     """Return a whole answer, after a comparison with the same answer as a stream."""
-    _, read, join = APIS[api]
+    read, join = APIS[api]
     answer = answer_of(family, api)
-    answer.params()
-    answer.prompts()
+    answer.request.params()
+    answer.request.prompts()
     whole = read(whole_of(answer, outputs))
     stream = answer_of(family, api)
-    stream.params()
-    stream.prompts()
+    stream.request.params()
+    stream.request.prompts()
     assert read(join(events_of(stream, outputs))) == whole
     return whole
 
@@ -389,7 +393,7 @@ def answered(family: str, api: str, outputs: list[RequestOutput]) -> Answered:
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_streams_and_whole_answers_are_the_same_in_all_apis(family) -> None:
     for (name, text, want), step in zip(scripts(family), itertools.cycle([1, 3, 8])):
-        params = answer_of(family, "chat").params()
+        params = answer_of(family, "chat").request.params()
         outputs = outputs_of(family, text, params, step)
         for api in APIS:
             found = answered(family, api, outputs)
@@ -410,7 +414,7 @@ def test_ids_of_calls_have_the_length_that_the_template_accepts(family, length) 
     outputs = outputs_of(family, written_calls(family, CALLS), {"skip_special_tokens": False}, 1)
     chat, response = (answer_of(family, api) for api in ("chat", "responses"))
     for answer in (chat, response):
-        answer.params()
+        answer.request.params()
     [choice] = whole_of(chat, outputs)["choices"]
     ids = [call["id"] for call in choice["message"]["tool_calls"]]
     ids += [item["call_id"] for item in whole_of(response, outputs)["output"]]
@@ -420,7 +424,7 @@ def test_ids_of_calls_have_the_length_that_the_template_accepts(family, length) 
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_answers_that_are_cut_short_are_the_same_in_all_apis(family) -> None:
     for _, text, _ in scripts(family):
-        outputs = outputs_of(family, text, answer_of(family, "chat").params(), 1)
+        outputs = outputs_of(family, text, answer_of(family, "chat").request.params(), 1)
         for end in range(1, len(outputs), 1 + len(outputs) // 6):
             chat, response, message = (answered(family, api, cut(outputs[:end])) for api in APIS)
             assert chat.end == response.end == message.end == "length"
@@ -441,8 +445,8 @@ def test_grammar_accepts_what_the_template_writes(family) -> None:
         token_ids = service.tokenizer.encode(text, add_special_tokens=False)
         for choice in ("auto", "required") if want.calls and not want.content else ("auto",):
             answer = answer_of(family, "chat", tool_choice=choice)
-            answer.prompts()
-            grammar = service.grammars.compile(answer.params()["structured_outputs"])
+            answer.request.prompts()
+            grammar = service.grammars.compile(answer.request.params()["structured_outputs"])
             assert grammar.start().validate_tokens(token_ids) == len(token_ids), (name, choice)
         wrong = text.replace("note", "node")
         if wrong != text and not want.content and not want.reasoning:
@@ -465,11 +469,11 @@ def test_allowed_tools_restrict_calls_and_keep_the_prompt(family) -> None:
     service = service_of(family)
     token_ids = service.tokenizer.encode(written_calls(family, CALLS[:1]), add_special_tokens=False)
     for api, mode in itertools.product(("chat", "responses"), ("auto", "required")):
-        prompt = answer_of(family, api).prompts()
+        prompt = answer_of(family, api).request.prompts()
         for names, is_allowed in ((["note", "now"], True), (["note"], True), (["now"], False)):
             answer = answer_of(family, api, tool_choice=allowing(*names, mode=mode)[api])
-            assert answer.prompts() == prompt
-            grammar = service.grammars.compile(answer.params()["structured_outputs"])
+            assert answer.request.prompts() == prompt
+            grammar = service.grammars.compile(answer.request.params()["structured_outputs"])
             num_valid = grammar.start().validate_tokens(token_ids)
             assert (num_valid == len(token_ids)) is is_allowed, (api, mode, names)
             text = service.tokenizer.encode("No.", add_special_tokens=False)
@@ -481,16 +485,16 @@ def test_allowed_tools_restrict_calls_and_keep_the_prompt(family) -> None:
 @pytest.mark.parametrize("api", ["chat", "responses"])
 def test_allowed_tools_must_be_in_the_tools(api) -> None:
     answer = answer_of("qwen 2.5", api, tool_choice=allowing("now")[api])
-    assert answer.params()
+    assert answer.request.params()
     with pytest.raises(ApiError, match="must name tools of the request, got 'later'"):
-        answer_of("qwen 2.5", api, tool_choice=allowing("now", "later")[api]).params()
+        answer_of("qwen 2.5", api, tool_choice=allowing("now", "later")[api]).request.params()
 
 
 def test_allowed_tools_of_other_types_are_skipped() -> None:
     """Hosted tools do not exist here. Without functions, nothing can be called."""
     choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}
     answer = answer_of("qwen 2.5", "responses", tool_choice=choice)
-    assert "structured_outputs" not in answer.params()
+    assert "structured_outputs" not in answer.request.params()
     with pytest.raises(ApiError, match="must allow at least one function"):
         answer_of("qwen 2.5", "responses", tool_choice={**choice, "mode": "required"})
 
@@ -501,11 +505,11 @@ def test_tool_choice_none_keeps_the_prompt(family) -> None:
     text = written_calls(family, CALLS[1:])
     for api, choice in (("chat", "none"), ("responses", "none"), ("messages", {"type": "none"})):
         answer = answer_of(family, api, tool_choice=choice)
-        assert answer.prompts() == answer_of(family, api).prompts()
-        params = answer.params()
+        assert answer.request.prompts() == answer_of(family, api).request.prompts()
+        params = answer.request.params()
         assert "structured_outputs" not in params or family == "gpt-oss"
         whole = whole_of(answer, outputs_of(family, text, params, 1))
-        assert not APIS[api][1](whole).calls or family == "gpt-oss"
+        assert not APIS[api][0](whole).calls or family == "gpt-oss"
 
 
 PATCH = '*** Update "a.txt"\n-\tb\n+{"c": "é"}'
@@ -525,7 +529,7 @@ def test_custom_tools_take_a_text(family) -> None:
         answer = answer_of(family, "responses", tools=tools)
         [shown] = answer.chat.body.tools
         assert shown.function.name == name and GRAMMAR in shown.function.description
-        outputs = outputs_of(family, text.replace("patch", name), answer.params(), 1)
+        outputs = outputs_of(family, text.replace("patch", name), answer.request.params(), 1)
         *_, call = whole_of(answer, outputs)["output"]
         assert (call["type"], call["name"], call["input"]) == ("custom_tool_call", "patch", PATCH)
         assert call.get("namespace") == ("files" if name != "patch" else None)
@@ -552,7 +556,7 @@ def test_custom_tools_take_a_text(family) -> None:
 def test_custom_tool_that_was_cut_short_is_incomplete() -> None:
     answer = answer_of("qwen 2.5", "responses", tools=[CUSTOM], tool_choice=CUSTOM)
     text = written_calls("qwen 2.5", [("patch", {"input": PATCH})])
-    outputs = outputs_of("qwen 2.5", text, answer.params(), 1)
+    outputs = outputs_of("qwen 2.5", text, answer.request.params(), 1)
     response = whole_of(answer, cut(outputs[: len(outputs) // 2]))
     assert response["status"] == "incomplete"
     [call] = response["output"]
@@ -570,9 +574,9 @@ def test_end_of_the_time_limit_is_told(is_stream) -> None:
     )
     outputs[-1] = dataclasses.replace(outputs[-1], outputs=[sample], finished=True)
     found = {}
-    for api, (_, _, join) in APIS.items():
+    for api, (_, join) in APIS.items():
         answer = answer_of("qwen 2.5", api)
-        answer.params()
+        answer.request.params()
         whole = join(events_of(answer, outputs)) if is_stream else whole_of(answer, outputs)
         found[api] = whole
     assert found["chat"]["choices"][0]["finish_reason"] == "abort"
@@ -588,9 +592,11 @@ def test_harmony_without_separate_reasoning_keeps_it_in_the_content() -> None:
     """Calls are still read from their channel."""
     for name, text, want in scripts("gpt-oss"):
         answer = answer_of("gpt-oss", "chat", separate_reasoning=False)
-        outputs = outputs_of("gpt-oss", text, answer.params(), 1)
-        answer.prompts()
-        grammar = service_of("gpt-oss").grammars.compile(answer.params()["structured_outputs"])
+        outputs = outputs_of("gpt-oss", text, answer.request.params(), 1)
+        answer.request.prompts()
+        grammar = service_of("gpt-oss").grammars.compile(
+            answer.request.params()["structured_outputs"]
+        )
         token_ids = outputs[-1].outputs[0].token_ids
         assert grammar.start().validate_tokens(token_ids) == len(token_ids), name
         message = whole_of(answer, outputs)["choices"][0]["message"]
@@ -607,8 +613,8 @@ def test_texts_in_tags_are_streamed_piece_by_piece(family, api) -> None:
     """A client sees the beginning of a long text long before its end."""
     text = written_calls(family, CALLS[:1])
     answer = answer_of(family, api)
-    outputs = outputs_of(family, text, answer.params(), 1)
-    answer.prompts()
+    outputs = outputs_of(family, text, answer.request.params(), 1)
+    answer.request.prompts()
     tracker, seen = DeltaTracker(), []
     for output in outputs:
         events = answer.events(0, output, tracker.deltas(0, output))

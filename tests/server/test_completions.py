@@ -14,7 +14,7 @@ import pytest
 from paged_jax import Engine, SamplingParams
 from paged_jax.server import Limits, Settings, completions, schemas
 from paged_jax.server.api_error import ApiError
-from paged_jax.server.completion_answers import CompletionAnswer
+from paged_jax.server.completion_codec import CompletionWriter
 from tests.support.live_server import (
     GREEDY,
     LiveServer,
@@ -334,7 +334,7 @@ def test_responses_match_their_schemas(server, stream) -> None:
 @pytest.mark.parametrize(("stream", "name"), [(False, "response_body"), (True, "chunks")])
 def test_large_responses_are_built_in_a_thread(server, monkeypatch, stream, name) -> None:
     has_begun, may_end = threading.Event(), threading.Event()
-    make = getattr(CompletionAnswer, name)
+    make = getattr(CompletionWriter, name)
 
     def make_slowly(*arguments):
         has_begun.set()
@@ -349,7 +349,7 @@ def test_large_responses_are_built_in_a_thread(server, monkeypatch, stream, name
     body = {"prompt": "ab", **GREEDY, "logprobs": 20, "stream": stream}
     want = tokens_of(server.post("/v1/completions", body))
     monkeypatch.setattr("paged_jax.server.service._SMALL", 20)
-    monkeypatch.setattr(CompletionAnswer, name, make_slowly)
+    monkeypatch.setattr(CompletionWriter, name, make_slowly)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.post, "/v1/completions", body)
         assert has_begun.wait(10)
@@ -409,9 +409,9 @@ def read_late_stream(server, monkeypatch, path: str) -> str:
     """Return a stream whose first text comes after several pings."""
     run = completions.run
 
-    async def run_late(answer, job, on_added):
+    async def run_late(service, request, job, on_added):
         is_added = asyncio.Event()
-        outputs = run(answer, job, lambda: (on_added(), is_added.set()))
+        outputs = run(service, request, job, lambda: (on_added(), is_added.set()))
         first = await anext(outputs)
         assert is_added.is_set()
         await asyncio.sleep(0.3)
@@ -469,7 +469,7 @@ def test_response_stream_begins_before_the_first_token(server, monkeypatch) -> N
     ],
 )
 def test_failed_stream_keeps_the_code_of_the_error(server, error, code, monkeypatch) -> None:
-    async def fail(answer, job, on_added):
+    async def fail(service, request, job, on_added):
         on_added()
         await asyncio.sleep(0.05)
         raise error

@@ -18,9 +18,7 @@ from paged_jax.models.text.reasoning import FORMATS, HARMONY, THINK, AnswerReade
 from paged_jax.models.text.tool_reader import AnswerDelta
 from paged_jax.scheduler.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from paged_jax.server.bodies import CompletionBody
-from paged_jax.server.completion_answers import CompletionAnswer
-from paged_jax.server.request_log import RequestRecord
-from paged_jax.server.service import Client
+from paged_jax.server.completion_codec import CompletionWriter, read_completion
 from tests.server.test_all_formats import (
     APIS,
     FUNCTIONS,
@@ -223,7 +221,7 @@ def test_streams_have_the_parts_at_every_cut(family, api) -> None:
     want = Answered(
         content, THOUGHTS, tuple(zip(calls[::2], calls[1::2], strict=True)), "calls", (*counts, 0)
     )
-    _, read_answer, join = APIS[api]
+    read_answer, join = APIS[api]
     cuts = [range(1, len(text) + 1)]
     if family in DIFFERENT:
         cuts += [(cut, len(text)) for cut in range(1, len(text))]
@@ -240,7 +238,7 @@ def test_streams_of_completions_have_the_text_at_every_cut() -> None:
     text = f" \n<think>{THOUGHTS}</think> {CONTENT}\n"
     for ends in (range(1, len(text) + 1), *((cut, len(text)) for cut in range(1, len(text)))):
         body = CompletionBody.model_validate({"prompt": "Well?"})
-        record = RequestRecord("1", False, "POST", "/")
-        answer = CompletionAnswer(service_of("qwen 2.5"), body, Client(), record)
-        events = events_of(answer, outputs_of(ends, text, [5, 6]))
+        service = service_of("qwen 2.5")
+        writer = CompletionWriter(service, body, read_completion(service, body), "1")
+        events = events_of(writer, outputs_of(ends, text, [5, 6]))
         assert "".join(event["choices"][0]["text"] for event in events) == text, ends

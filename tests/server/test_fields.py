@@ -21,17 +21,22 @@ from paged_jax.models.text.tool_grammars import ToolGrammars
 from paged_jax.sampling.token_bias import TokenBias
 from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from paged_jax.server import Limits, bodies
-from paged_jax.server.answers import DeltaTracker
-from paged_jax.server.anthropic_answers import MessagesAnswer
 from paged_jax.server.anthropic_bodies import CountTokensBody, MessagesBody, chat_of_messages
+from paged_jax.server.anthropic_codec import MessagesWriter, read_message
 from paged_jax.server.api_error import ApiError
-from paged_jax.server.chat_answers import ChatAnswer
+from paged_jax.server.chat_codec import ChatWriter, read_chat
 from paged_jax.server.chats import Chat
-from paged_jax.server.completion_answers import CompletionAnswer, GenerateAnswer
+from paged_jax.server.completion_codec import (
+    CompletionWriter,
+    GenerateWriter,
+    read_completion,
+    read_generate,
+)
 from paged_jax.server.generation import _make_job, check_request
 from paged_jax.server.request_log import RequestRecord
-from paged_jax.server.response_answers import ResponsesAnswer
 from paged_jax.server.response_bodies import InputTokensBody, ResponsesBody, chat_body
+from paged_jax.server.response_codec import ResponsesWriter, read_response
+from paged_jax.server.sample_deltas import DeltaTracker
 from paged_jax.server.sampling_body import IGNORED, NEUTRAL_VALUES, is_neutral
 from paged_jax.server.service import Client
 from tests.models.test_tools import HERMES_CALL, LINE, template
@@ -52,13 +57,21 @@ THINKING = [
     for kind, extra in (("disabled", {}), ("enabled", {"display": "omitted"}))
 ]
 
+# Codecs of the endpoints: types of their bodies, readers and writers.
+CODECS: dict[str, tuple[Any, Any, Any]] = {
+    "generate": (bodies.GenerateBody, read_generate, GenerateWriter),
+    "completions": (bodies.CompletionBody, read_completion, CompletionWriter),
+    "chats": (bodies.ChatBody, read_chat, ChatWriter),
+    "responses": (ResponsesBody, read_response, ResponsesWriter),
+    "messages": (MessagesBody, read_message, MessagesWriter),
+}
 # Bodies without optional fields.
-BODIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "generate": (bodies.GenerateBody, GenerateAnswer, {"prompt": "Well?"}),
-    "completions": (bodies.CompletionBody, CompletionAnswer, {"prompt": "Well?"}),
-    "chats": (bodies.ChatBody, ChatAnswer, {"messages": ANSWERED[:1]}),
-    "responses": (ResponsesBody, ResponsesAnswer, {"input": "Well?"}),
-    "messages": (MessagesBody, MessagesAnswer, {"messages": ANSWERED[:1], "max_tokens": 9}),
+BODIES: dict[str, dict[str, Any]] = {
+    "generate": {"prompt": "Well?"},
+    "completions": {"prompt": "Well?"},
+    "chats": {"messages": ANSWERED[:1]},
+    "responses": {"input": "Well?"},
+    "messages": {"messages": ANSWERED[:1], "max_tokens": 9},
 }
 # Changes of a body that must have an effect, by field. Some need other fields.
 CHANGES: dict[str, list[dict[str, Any]]] = {
@@ -133,7 +146,7 @@ TOOLS_OF = {
     "responses": [{"type": "function", "name": "now"}],
     "messages": [{"name": "now", "input_schema": SCHEMA}],
 }
-# Fields that the endpoint reads, not the answer.
+# Fields that decide only how the response is sent.
 BY_ENDPOINT = {"stream"}
 
 
@@ -164,7 +177,7 @@ def check_model(name: str | None) -> None:
         raise ApiError(404, f"no model {name}")
 
 
-def output_of(answer: Any, job: Any) -> RequestOutput:
+def output_of(job: Any) -> RequestOutput:
     """Return the output of the engine for `TEXT`, with what the parameters ask for."""
     params, tokenizer = job.params, service().tokenizer
     token_ids = tokenizer.encode(TEXT, add_special_tokens=False)
@@ -183,26 +196,25 @@ def output_of(answer: Any, job: Any) -> RequestOutput:
 
 def effect_of(route: str, body: dict[str, Any]) -> str:
     """Return everything that a body determines, or its error."""
-    body_type, answer_type, _ = BODIES[route]
+    body_type, read, make_writer = CODECS[route]
     body = {**body, "tools": TOOLS_OF[route]} if body.get("tools") else body
     try:
         parsed = body_type.model_validate(body)
-        answers = [
-            answer_type(service(), parsed, Client(), RequestRecord("1", False, "POST", "/"))
-            for _ in range(2)
-        ]
-        for answer in answers:
-            check_request(answer)
-            job = _make_job(answer)
-        whole, stream = answers
-        output = output_of(whole, job)
+        requests = [read(service(), parsed) for _ in range(2)]
+        for request in requests:
+            check_request(service(), request)
+            record = RequestRecord("1", False, "POST", "/")
+            job = _make_job(service(), request, Client(), record)
+        whole, stream = (make_writer(service(), parsed, request, "1") for request in requests)
+        output = output_of(job)
         events = [*stream.opening(), *stream.chunks(0, output, DeltaTracker().deltas(0, output))]
         events += stream.closing([output])
         response = to_json([whole.response_body([output]), events]).decode()
     except (ValidationError, ApiError) as error:
         return f"error: {error}"
     params = dataclasses.asdict(job.params)  # its repr is short
-    facts = (job.prompts, params, job.cache_salt, job.options, whole.uses_beam_search)
+    penalty = request.beam_length_penalty
+    facts = (job.prompts, params, job.cache_salt, job.options, penalty)
     return f"{facts} {response}"
 
 
@@ -218,7 +230,7 @@ def changes_of(name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("route", BODIES)
 def test_every_field_has_an_effect(route, constant_ids) -> None:
-    body_type, _, base = BODIES[route]
+    (body_type, _, _), base = CODECS[route], BODIES[route]
     assert not effect_of(route, base).startswith("error"), effect_of(route, base)
     for name, field in body_type.model_fields.items():
         if name in BY_ENDPOINT or (field.description or "").startswith("Ignored"):
@@ -241,7 +253,7 @@ def test_every_field_has_an_effect(route, constant_ids) -> None:
 @pytest.mark.parametrize("route", BODIES)
 def test_hints_are_no_fields_that_change_a_response(route, constant_ids) -> None:
     """Unknown fields are errors, unless they are hints or have the value of the default."""
-    body_type, _, base = BODIES[route]
+    (body_type, _, _), base = CODECS[route], BODIES[route]
     for name in {*IGNORED, *NEUTRAL_VALUES} - body_type.model_fields.keys():
         for value in NEUTRAL_VALUES.get(name, ("x",)):
             assert effect_of(route, {**base, name: value}) == effect_of(route, base)
@@ -252,7 +264,7 @@ def test_hints_are_no_fields_that_change_a_response(route, constant_ids) -> None
 
 @pytest.mark.parametrize("name", ["instructions", "tools", "reasoning", "text", "input"])
 def test_counted_prompts_are_the_prompts_of_responses(name) -> None:
-    _, _, base = BODIES["responses"]
+    base = BODIES["responses"]
     change = {"tools": TOOLS_OF["responses"]} if name == "tools" else changes_of(name)[0]
     body = {**base, **change, "chat_template_kwargs": {"word": "x"}}
     chats = [
@@ -265,7 +277,7 @@ def test_counted_prompts_are_the_prompts_of_responses(name) -> None:
 
 @pytest.mark.parametrize("name", ["system", "tools", "thinking", "output_config", "messages"])
 def test_counted_prompts_are_the_prompts_of_messages(name) -> None:
-    _, _, base = BODIES["messages"]
+    base = BODIES["messages"]
     change = {"tools": TOOLS_OF["messages"]} if name == "tools" else changes_of(name)[0]
     body = {**base, **change, "reasoning_effort": "high", "chat_template_kwargs": {"word": "x"}}
     chats = [

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.server.test_anthropic_answers import FUNCTIONS as MESSAGES_FUNCTIONS
-from tests.server.test_response_answers import FUNCTIONS
+from tests.server.test_anthropic_codec import FUNCTIONS as MESSAGES_FUNCTIONS
+from tests.server.test_response_codec import FUNCTIONS
 from tests.support.live_server import LiveServer, wait_until
 from tests.support.reasoning_server import reasoning_server
 from tests.support.structured import TOOLS

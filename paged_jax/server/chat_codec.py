@@ -1,5 +1,6 @@
-"""Answers of ``POST /v1/chat/completions``, with reasoning and tool calls."""
+"""Codec of ``POST /v1/chat/completions``, with reasoning and tool calls."""
 
+import dataclasses
 import functools
 import itertools
 import secrets
@@ -10,67 +11,69 @@ from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.models.text.tool_reader import AnswerDelta
 from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 from paged_jax.server import bodies, schemas
-from paged_jax.server.answers import OpenAiAnswer, SampleDelta, finite, usage, whole_samples
 from paged_jax.server.api_error import ApiError
 from paged_jax.server.chats import Chat, num_chars
+from paged_jax.server.generation_request import (
+    GenerationRequest,
+    read_openai,
+    read_openai_params,
+)
 from paged_jax.server.json_encoding import JsonDict, to_json_dict
-from paged_jax.server.request_log import RequestRecord
-from paged_jax.server.service import Client, Service
+from paged_jax.server.sample_deltas import SampleDelta, whole_samples
+from paged_jax.server.service import Service
+from paged_jax.server.writer import OpenAiWriter, finite, usage
 
 
-class ChatAnswer(OpenAiAnswer):
-    """Answer of ``POST /v1/chat/completions``, whole or as a stream."""
+def read_chat(service: Service, body: bodies.ChatBody) -> GenerationRequest:
+    """Read the body of ``POST /v1/chat/completions``."""
+    chat, max_tokens = Chat(service, body), body.max_tokens
+    if body.max_completion_tokens is not None:
+        max_tokens = body.max_completion_tokens
+    request = read_openai(
+        body,
+        id_prefix="chatcmpl",
+        prompts=lambda: [chat.token_ids()],
+        num_chars=num_chars(body.messages),
+        prompt_field="messages",
+        params=functools.partial(_chat_params, body, chat, max_tokens),
+        max_tokens=max_tokens,
+        chat=chat,
+    )
+    # The grammar of tool calls must be compiled too.
+    return dataclasses.replace(request, is_constrained=request.is_constrained or bool(body.tools))
 
-    prefix = "chatcmpl"
+
+def _chat_params(body: bodies.ChatBody, chat: Chat, max_tokens: int | None) -> dict[str, Any]:
+    """Read the sampling parameters, with log-probabilities and the grammar of tool calls."""
+    # Include `max_tokens` even if it is None. None means that the answer may fill the context, but
+    # without the entry, the default of `SamplingParams` would apply.
+    params = {**read_openai_params(body), "max_tokens": max_tokens}
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(
+            400, "top_logprobs must be null or 0 unless logprobs is true.", param="top_logprobs"
+        )
+    if body.logprobs:
+        params["logprobs"] = body.top_logprobs or 0
+    has_structured_outputs = body.structured_outputs is not None
+    field = "structured_outputs" if has_structured_outputs else "response_format"
+    return params | chat.params(params.get("structured_outputs"), field)
+
+
+class ChatWriter(OpenAiWriter):
+    """Writer for ``POST /v1/chat/completions``."""
+
     body: bodies.ChatBody
     chunk_type = schemas.ChatCompletionChunk
 
     def __init__(
-        self, service: Service, body: bodies.ChatBody, client: Client, record: RequestRecord
+        self, service: Service, body: bodies.ChatBody, request: GenerationRequest, request_id: str
     ):
-        super().__init__(service, body, client, record)
-        self.chat = Chat(service, body)
+        super().__init__(service, body, request, request_id)
+        assert request.chat is not None
+        self.chat = request.chat
         self._has_begun = False  # whether the stream has events with the role
         # Number of tool calls that the stream of each sample has begun.
         self._num_calls: dict[int, int] = {}
-
-    def prompts(self) -> list[str | list[int]]:
-        """Return a list with one prompt: the token ids of the chat, rendered by the template."""
-        return [self.chat.token_ids()]
-
-    @property
-    def is_constrained(self) -> bool:
-        """Whether a grammar must be compiled: for a constraint on the text, or for tool calls."""
-        return super().is_constrained or bool(self.body.tools)
-
-    @property
-    def num_chars(self) -> int:
-        """Total number of characters of all messages."""
-        return num_chars(self.body.messages)
-
-    @property
-    def max_tokens(self) -> int | None:
-        """Maximum number of tokens of each sample; None if the body sets no limit.
-
-        The field `max_completion_tokens` overrides `max_tokens`.
-        """
-        max_completion_tokens = self.body.max_completion_tokens
-        return self.body.max_tokens if max_completion_tokens is None else max_completion_tokens
-
-    def params(self) -> dict[str, Any]:
-        """Return the sampling parameters, with log-probabilities and the grammar of tool calls."""
-        # Include `max_tokens` even if it is None. None means that the answer may fill the context,
-        # but without the entry, the default of `SamplingParams` would apply.
-        body, params = self.body, {**super().params(), "max_tokens": self.max_tokens}
-        if body.top_logprobs and not body.logprobs:
-            raise ApiError(
-                400, "top_logprobs must be null or 0 unless logprobs is true.", param="top_logprobs"
-            )
-        if body.logprobs:
-            params["logprobs"] = body.top_logprobs or 0
-        has_structured_outputs = body.structured_outputs is not None
-        field = "structured_outputs" if has_structured_outputs else "response_format"
-        return params | self.chat.params(params.get("structured_outputs"), field)
 
     def usage(self, outputs: Sequence[RequestOutput]) -> schemas.Usage:
         """Return the token counts, including the number of reasoning tokens."""
@@ -164,7 +167,7 @@ class ChatAnswer(OpenAiAnswer):
         """
         content = "" if self.chat.is_plain else None
         delta = to_json_dict(schemas.ChatDelta, role="assistant", content=content)
-        return [self._chunk(index, delta) for index in range(self.body.n or 1)]
+        return [self._chunk(index, delta) for index in range(self.request.n)]
 
     def chunks(
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]

@@ -1,5 +1,6 @@
-"""Answers of ``POST /v1/responses``, OpenAI's Responses API."""
+"""Codec of ``POST /v1/responses``, OpenAI's Responses API."""
 
+import functools
 import json
 import time
 from collections.abc import Sequence
@@ -7,38 +8,66 @@ from typing import Any
 
 from paged_jax.sampling.structured_outputs import StructuredOutputsParams
 from paged_jax.scheduler.outputs import RequestOutput
-from paged_jax.server.answer_blocks import Block, BlockAnswer, BlockChange
-from paged_jax.server.answers import (
-    SampleDelta,
-    explanation,
-    schema_constraint,
-    usage,
-    whole_samples,
-)
+from paged_jax.server.answer_blocks import Block, BlockChange, BlockWriter, read_blocks
 from paged_jax.server.api_error import ApiError
-from paged_jax.server.chat_answers import chat_logprobs
+from paged_jax.server.chat_codec import chat_logprobs
+from paged_jax.server.generation_request import GenerationRequest, schema_constraint
 from paged_jax.server.json_encoding import JsonDict, encode_named_event
-from paged_jax.server.request_log import RequestRecord
-from paged_jax.server.response_bodies import ResponsesBody, ToolNames, chat_body, custom_input
-from paged_jax.server.service import Client, Service
+from paged_jax.server.response_bodies import (
+    ResponsesBody,
+    TextFormat,
+    ToolNames,
+    chat_body,
+    custom_input,
+)
+from paged_jax.server.sample_deltas import SampleDelta, whole_samples
+from paged_jax.server.service import Service
+from paged_jax.server.writer import explanation, usage
 
 _PREFIXES = {"reasoning": "rs", "content": "msg", "call": "fc", "custom": "ctc"}
 _PART_TYPES = {"reasoning": "reasoning_text", "content": "output_text"}
 
 
-class ResponsesAnswer(BlockAnswer):
-    """Answer of ``POST /v1/responses``, whole or as a stream."""
+def read_response(service: Service, body: ResponsesBody) -> GenerationRequest:
+    """Read the body of ``POST /v1/responses``."""
+    max_tokens = body.max_tokens if body.max_output_tokens is None else body.max_output_tokens
+    params: dict[str, Any] = {"max_tokens": max_tokens}
+    if body.has_logprobs:
+        params["logprobs"] = body.top_logprobs or 0
+    format = None if body.text is None else body.text.format
+    if format is not None and format.type == "text":
+        format = None
+    return read_blocks(
+        service,
+        body,
+        chat_body(body, service.tokenizer),
+        format_field="text.format",
+        format=None if format is None else functools.partial(_format_constraint, format),
+        params=params,
+        id_prefix="resp",
+        prompt_field="input",
+        max_tokens=max_tokens,
+    )
 
-    prefix = "resp"
-    format_field = "text.format"
+
+def _format_constraint(format: TextFormat) -> StructuredOutputsParams:
+    if format.type == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if format.schema_ is None:
+        raise ApiError(400, "text.format must have a schema.", param="text.format")
+    return schema_constraint(format.schema_, bool(format.strict))
+
+
+class ResponsesWriter(BlockWriter):
+    """Writer for ``POST /v1/responses``."""
+
     body: ResponsesBody
 
     def __init__(
-        self, service: Service, body: ResponsesBody, client: Client, record: RequestRecord
+        self, service: Service, body: ResponsesBody, request: GenerationRequest, request_id: str
     ):
+        super().__init__(service, body, request, request_id)
         self._names = ToolNames(body.tools or ())
-        chat = chat_body(body, service.tokenizer, self._names)
-        super().__init__(service, body, client, record, chat)
         # The last block, if generation ended before the block was complete.
         self._cut_block: Block | None = None
         self._num_events = 0
@@ -47,35 +76,6 @@ class ResponsesAnswer(BlockAnswer):
         self._logprobs: dict[int, list[JsonDict]] = {}
         # Log-probabilities of content tokens with text that `tracker` has not added to a block yet.
         self._next_logprobs: list[JsonDict] = []
-
-    @property
-    def max_tokens(self) -> int | None:
-        """Maximum number of tokens of the answer; None if the body sets no limit."""
-        max_output_tokens = self.body.max_output_tokens
-        return self.body.max_tokens if max_output_tokens is None else max_output_tokens
-
-    @property
-    def has_format(self) -> bool:
-        """Whether the body field `text.format` requires a format."""
-        format = None if self.body.text is None else self.body.text.format
-        return format is not None and format.type != "text"
-
-    def format_constraint(self) -> StructuredOutputsParams:
-        """Return the constraint that `text.format` describes. Call it only if `has_format`."""
-        format = None if self.body.text is None else self.body.text.format
-        assert format is not None
-        if format.type == "json_object":
-            return StructuredOutputsParams(json_object=True)
-        if format.schema_ is None:
-            raise ApiError(400, "text.format must have a schema.", param="text.format")
-        return schema_constraint(format.schema_, bool(format.strict))
-
-    def params(self) -> dict[str, Any]:
-        """Return the sampling parameters, with `max_tokens` and `logprobs`."""
-        params = {**super().params(), "max_tokens": self.max_tokens}
-        if self.body.has_logprobs:
-            params["logprobs"] = self.body.top_logprobs or 0
-        return params
 
     def response_body(self, outputs: Sequence[RequestOutput]) -> JsonDict:
         """Return the JSON of the response, given the finished output."""
@@ -256,7 +256,7 @@ class ResponsesAnswer(BlockAnswer):
             counts = _usage(output, self.chat.num_reasoning_tokens(sample))
             items = [self._item(block) for block in self.tracker.blocks]
         explanations: JsonDict = {}
-        if output is not None and self.body.explain:
+        if output is not None and self.request.explain:
             explanations["explanations"] = [explanation(output)]
         return {
             **explanations,

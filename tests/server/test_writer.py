@@ -7,7 +7,7 @@ from paged_jax.scheduler.outputs import (
     RequestOutput,
     Wait,
 )
-from paged_jax.server.answers import explanation
+from paged_jax.server.writer import explanation
 
 MINE, OTHER = "cmpl-00-0", "cmpl-ff-0"
 

@@ -1,60 +1,47 @@
-"""Answers of ``POST /v1/messages``, the endpoint of Anthropic's API."""
+"""Codec of ``POST /v1/messages``, the endpoint of Anthropic's API."""
 
 import json
 from collections.abc import Sequence
 from typing import Any
 
-from paged_jax.sampling.structured_outputs import StructuredOutputsParams
 from paged_jax.scheduler.outputs import CompletionOutput, RequestOutput
-from paged_jax.server.answer_blocks import Block, BlockAnswer, BlockChange
-from paged_jax.server.answers import (
-    SampleDelta,
-    explanation,
-    schema_constraint,
-    usage,
-    whole_samples,
-)
+from paged_jax.server.answer_blocks import Block, BlockChange, BlockWriter, read_blocks
 from paged_jax.server.anthropic_bodies import MessagesBody, chat_of_messages
 from paged_jax.server.api_error import ApiError, anthropic_error
+from paged_jax.server.generation_request import (
+    GenerationRequest,
+    schema_constraint,
+    stop_strings,
+)
 from paged_jax.server.json_encoding import JsonDict, encode_named_event
-from paged_jax.server.request_log import RequestRecord
-from paged_jax.server.service import Client, Service
+from paged_jax.server.sample_deltas import SampleDelta, whole_samples
+from paged_jax.server.service import Service
+from paged_jax.server.writer import explanation, usage
 
 
-class MessagesAnswer(BlockAnswer):
-    """Answer of ``POST /v1/messages``, whole or as a stream."""
+def read_message(service: Service, body: MessagesBody) -> GenerationRequest:
+    """Read the body of ``POST /v1/messages``."""
+    format, sequences = body.format, body.stop_sequences
+    fields: dict[str, Any] = {}
+    if sequences is not None:
+        fields = {"stop_field": "stop_sequences", "stop": [*stop_strings(body), *sequences]}
+    return read_blocks(
+        service,
+        body,
+        chat_of_messages(body, service.tokenizer),
+        format_field="output_config.format",
+        format=None if format is None else lambda: schema_constraint(format.schema_, False),
+        params={} if sequences is None else {"stop": fields["stop"]},
+        id_prefix="msg",
+        prompt_field="messages",
+        **fields,
+    )
 
-    prefix = "msg"
-    format_field = "output_config.format"
+
+class MessagesWriter(BlockWriter):
+    """Writer for ``POST /v1/messages``."""
+
     body: MessagesBody
-
-    def __init__(self, service: Service, body: MessagesBody, client: Client, record: RequestRecord):
-        chat = chat_of_messages(body, service.tokenizer)
-        super().__init__(service, body, client, record, chat)
-
-    @property
-    def stop(self) -> tuple[str, list[str]]:
-        """Tuple (field name for error messages, stop strings of `stop` and `stop_sequences`)."""
-        field, stop = super().stop
-        stop_sequences = self.body.stop_sequences
-        if stop_sequences is None:
-            return field, stop
-        return "stop_sequences", [*stop, *stop_sequences]
-
-    @property
-    def has_format(self) -> bool:
-        """Whether the body requires a format of the text."""
-        return self.body.format is not None
-
-    def format_constraint(self) -> StructuredOutputsParams:
-        """Return the constraint that the body's format describes. Call it only if `has_format`."""
-        assert self.body.format is not None
-        return schema_constraint(self.body.format.schema_, is_strict=False)
-
-    def params(self) -> dict[str, Any]:
-        """Return the sampling parameters, with the stop sequences."""
-        params = super().params()
-        return params if self.body.stop_sequences is None else params | {"stop": self.stop[1]}
 
     def response_body(self, outputs: Sequence[RequestOutput]) -> JsonDict:
         """Return the JSON of the response, given the finished output."""
@@ -77,7 +64,7 @@ class MessagesAnswer(BlockAnswer):
 
     def failure(self, error: ApiError) -> bytes:
         """Return the bytes of the event that ends a stream after an error."""
-        return encode_named_event("error", anthropic_error(error, self.record.request_id))
+        return encode_named_event("error", anthropic_error(error, self.request_id))
 
     def chunks(
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
@@ -129,7 +116,7 @@ class MessagesAnswer(BlockAnswer):
         }
 
     def _explanations(self, output: RequestOutput) -> JsonDict:
-        return {"explanations": [explanation(output)]} if self.body.explain else {}
+        return {"explanations": [explanation(output)]} if self.request.explain else {}
 
     def _end(self, sample: CompletionOutput) -> JsonDict:
         """Return the fields ``stop_reason`` and ``stop_sequence``: why the answer ended."""

@@ -1,56 +1,59 @@
-"""Answers of ``POST /generate`` and ``POST /v1/completions``."""
+"""Codecs of ``POST /generate`` and ``POST /v1/completions``."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 from paged_jax.server import bodies, schemas
-from paged_jax.server.answers import (
-    Answer,
-    OpenAiAnswer,
-    SampleDelta,
+from paged_jax.server.api_error import ApiError
+from paged_jax.server.generation_request import (
+    GenerationRequest,
+    read_common,
+    read_openai,
+    read_openai_params,
+    read_params,
+)
+from paged_jax.server.json_encoding import JsonDict, to_json_dict
+from paged_jax.server.sample_deltas import SampleDelta, whole_samples
+from paged_jax.server.service import Service
+from paged_jax.server.token_texts import TokenTexts, prompt_texts
+from paged_jax.server.writer import (
+    OpenAiWriter,
+    Writer,
     by_token_id,
     explanation,
     finite,
     keep_top,
     usage,
-    whole_samples,
 )
-from paged_jax.server.api_error import ApiError
-from paged_jax.server.json_encoding import JsonDict, to_json_dict
-from paged_jax.server.request_log import RequestRecord
-from paged_jax.server.service import Client, Service
-from paged_jax.server.token_texts import TokenTexts, prompt_texts
 
 
-class GenerateAnswer(Answer):
-    """Answer of ``POST /generate``, an endpoint that only this server has."""
+def read_generate(service: Service, body: bodies.GenerateBody) -> GenerationRequest:
+    """Read the body of ``POST /generate``."""
 
-    prefix = "gen"
-    fallback_params = {"temperature": 0.0}
-    body: bodies.GenerateBody
-
-    def prompts(self) -> list[str | list[int]]:
-        """Return a list with one prompt, as text or token ids.
-
-        Raises:
-          ApiError: the body has both `prompt` and `prompt_token_ids`, or neither.
-        """
-        text, token_ids = self.body.prompt, self.body.prompt_token_ids
+    def read_prompts() -> list[str | list[int]]:
+        text, token_ids = body.prompt, body.prompt_token_ids
         if (text is None) == (token_ids is None):
             raise ApiError(400, "Exactly one of prompt and prompt_token_ids must be given.")
         return [text if text is not None else token_ids or []]
 
-    @property
-    def num_chars(self) -> int:
-        """Number of characters of the prompt; 0 for token ids."""
-        return len(self.body.prompt or "")
+    counts = {name: getattr(body, name) for name in ("logprobs", "prompt_logprobs")}
+    counts = {name: count for name, count in counts.items() if count is not None}
+    return read_common(
+        body,
+        id_prefix="gen",
+        prompts=read_prompts,
+        num_chars=len(body.prompt or ""),
+        prompt_field="prompt" if body.prompt_token_ids is None else "prompt_token_ids",
+        params=lambda: read_params(body) | counts,
+        fallback_params={"temperature": 0.0},
+    )
 
-    def params(self) -> dict[str, Any]:
-        """Return the sampling parameters, with `logprobs` and `prompt_logprobs`."""
-        counts = {name: getattr(self.body, name) for name in ("logprobs", "prompt_logprobs")}
-        return super().params() | {k: v for k, v in counts.items() if v is not None}
+
+class GenerateWriter(Writer):
+    """Writer for ``POST /generate``, an endpoint that only this server has."""
 
     def response_body(self, outputs: Sequence[RequestOutput]) -> JsonDict:
         """Return the JSON of the response, given the finished output."""
@@ -96,72 +99,73 @@ def _generated_sample(delta: SampleDelta) -> schemas.GeneratedSample:
     return sample
 
 
-class CompletionAnswer(OpenAiAnswer):
-    """Answer of ``POST /v1/completions``, whole or as a stream."""
+def read_completion(service: Service, body: bodies.CompletionBody) -> GenerationRequest:
+    """Read the body of ``POST /v1/completions``."""
+    prompts = _prompts(body)
+    return read_openai(
+        body,
+        id_prefix="cmpl",
+        prompts=lambda: prompts,
+        num_prompts=len(prompts),
+        num_chars=max(len(prompt) if isinstance(prompt, str) else 0 for prompt in prompts),
+        prompt_field="prompt",
+        params=functools.partial(_completion_params, body),
+        num_samples=body.best_of or body.n or 1,
+    )
+
+
+def _prompts(body: bodies.CompletionBody) -> list[str | list[int]]:
+    prompt = body.prompt
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        return [prompt]  # type: ignore[list-item]
+    return list(prompt)  # type: ignore[arg-type]
+
+
+def _completion_params(body: bodies.CompletionBody) -> dict[str, Any]:
+    """Read the sampling parameters: `best_of` replaces `n`, and `logprobs` is added.
+
+    If the body sets both `echo` and `logprobs`, `prompt_logprobs` is at least `logprobs`.
+
+    Raises:
+      ApiError: `best_of` is less than `n`, or is given for a stream.
+    """
+    params = read_openai_params(body)
+    if body.best_of is not None:
+        if body.best_of < (body.n or 1):
+            raise ApiError(400, "best_of must be at least n.", param="best_of")
+        if body.stream and body.best_of > (body.n or 1):
+            raise ApiError(400, "best_of must be null in a stream.", param="best_of")
+        params["n"] = body.best_of
+    if body.logprobs is not None:
+        params["logprobs"] = body.logprobs
+        if body.echo:
+            params["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    return params
+
+
+class CompletionWriter(OpenAiWriter):
+    """Writer for ``POST /v1/completions``."""
 
     body: bodies.CompletionBody
     chunk_type = schemas.CompletionResponse
 
     def __init__(
-        self, service: Service, body: bodies.CompletionBody, client: Client, record: RequestRecord
+        self,
+        service: Service,
+        body: bodies.CompletionBody,
+        request: GenerationRequest,
+        request_id: str,
     ):
-        super().__init__(service, body, client, record)
+        super().__init__(service, body, request, request_id)
         # The keys of both dicts are (index of the prompt, index of the sample). `_offsets` has the
         # position of the next token in the sample's text, in characters. `_texts` divides the text
         # into tokens. Entries are added when the first event of a sample is built.
         self._offsets: dict[tuple[int, int], int] = {}
         self._texts: dict[tuple[int, int], TokenTexts] = {}
 
-    def prompts(self) -> list[str | list[int]]:
-        """Return the prompts, each as text or token ids."""
-        prompt = self.body.prompt
-        if isinstance(prompt, str) or isinstance(prompt[0], int):
-            return [prompt]  # type: ignore[list-item]
-        return list(prompt)  # type: ignore[arg-type]
-
-    @property
-    def num_prompts(self) -> int:
-        """Number of prompts."""
-        return len(self.prompts())
-
-    @property
-    def num_chars(self) -> int:
-        """Number of characters of the longest text prompt; 0 if all prompts are token ids."""
-        return max(len(prompt) if isinstance(prompt, str) else 0 for prompt in self.prompts())
-
-    @property
-    def num_samples(self) -> int:
-        """Number of samples to draw for each prompt: `best_of` if it is set, otherwise `n`.
-
-        The response contains only the best `n` of them.
-        """
-        return self.body.best_of or super().num_samples
-
-    def params(self) -> dict[str, Any]:
-        """Return the sampling parameters: `best_of` replaces `n`, and `logprobs` is added.
-
-        If the body sets both `echo` and `logprobs`, `prompt_logprobs` is at least `logprobs`.
-
-        Raises:
-          ApiError: `best_of` is less than `n`, or is given for a stream.
-        """
-        params = super().params()
-        if self.body.best_of is not None:
-            if self.body.best_of < (self.body.n or 1):
-                raise ApiError(400, "best_of must be at least n.", param="best_of")
-            if self.body.stream and self.num_samples > (self.body.n or 1):
-                raise ApiError(400, "best_of must be null in a stream.", param="best_of")
-            params["n"] = self.num_samples
-        if self.body.logprobs is not None:
-            params["logprobs"] = self.body.logprobs
-            if self.body.echo:
-                num_logprobs = max(self.body.logprobs, self.body.prompt_logprobs or 0)
-                params["prompt_logprobs"] = num_logprobs
-        return params
-
     def response_body(self, outputs: Sequence[RequestOutput]) -> JsonDict:
         """Return the JSON of the response, with the samples in the order of the prompts."""
-        best = [_best_samples(output, self.body.n or 1) for output in outputs]
+        best = [_best_samples(output, self.request.n) for output in outputs]
         choices = [
             self._choice(prompt, output, delta)
             for prompt, output in enumerate(best)
@@ -228,17 +232,17 @@ class CompletionAnswer(OpenAiAnswer):
         return logprobs
 
     def _prompt_text(self, prompt: int, output: RequestOutput) -> str:
-        prompt_input = self.prompts()[prompt]
+        prompt_input = self.request.prompts()[prompt]
         if isinstance(prompt_input, str):
             return prompt_input
         return "".join(self._prompt_texts(prompt, output))
 
     def _prompt_texts(self, prompt: int, output: RequestOutput) -> list[str]:
-        prompt_input = self.prompts()[prompt]
+        prompt_input = self.request.prompts()[prompt]
         return prompt_texts(
             self.service.tokenizer,
             prompt_input if isinstance(prompt_input, str) else output.prompt_token_ids,
-            add_special_tokens=self.body.add_special_tokens is not False,
+            add_special_tokens=self.request.add_special_tokens,
             skip_special_tokens=self._skips_special,
         )
 
