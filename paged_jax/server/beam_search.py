@@ -10,11 +10,12 @@ import dataclasses
 import itertools
 from collections.abc import AsyncGenerator
 
+from paged_jax.arguments import ArgumentError
 from paged_jax.engine.beam_search import Beam, BeamChoice, BeamSearchParams, num_candidates
 from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
 from paged_jax.sampling.token_bias import TokenBias
 from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
-from paged_jax.server.api_error import ApiError
+from paged_jax.server.api_error import ApiError, bad_request
 from paged_jax.server.generation_request import GenerationRequest
 from paged_jax.server.job import Job, sample_job
 from paged_jax.server.service import Service
@@ -28,7 +29,11 @@ _BEAM_PARAMS = frozenset(
 def check_beam_search(service: Service, request: GenerationRequest) -> None:
     """Raise an `ApiError` if a field of the request cannot be combined with beam search."""
     default_params = SamplingParams(temperature=0)
-    for name, value in request.params().items():
+    try:
+        params = request.params()
+    except ArgumentError as error:
+        raise bad_request(error) from None
+    for name, value in params.items():
         neutral = getattr(default_params, name)
         is_neutral = value == neutral or (neutral == () and not value)
         if name not in _BEAM_PARAMS and not is_neutral:
@@ -47,8 +52,9 @@ def check_beam_search(service: Service, request: GenerationRequest) -> None:
     if not max_beams or not service.token_bias.suppresses_only:
         problem = "use_beam_search is not implemented for the token biases of this model."
         raise ApiError(400, problem, param="use_beam_search")
-    if request.n > max_beams:
-        raise _unsupported("n", f"at most {max_beams}")
+    if request.num_samples > max_beams:
+        name = "n" if request.num_samples == request.n else "best_of"
+        raise _unsupported(name, f"at most {max_beams}")
 
 
 def _unsupported(name: str, rule: str) -> ApiError:
@@ -88,13 +94,14 @@ async def run_beam_search(
     count = min(_num_candidates(service, params.beam_width, len(end_ids)), service.vocab_size)
     next_token = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=count)
     first: dict[int, RequestOutput] = {}
+    steps = job.record.part()  # the record of the request gets whole sequences only
     while running := {i: choice for i, choice in enumerate(choices) if not choice.is_done}:
         prompts = [
             [*job.prompts[i], *beam.token_ids]
             for i, choice in running.items()
             for beam in choice.beams
         ]
-        step = dataclasses.replace(job, prompts=prompts, params=next_token)
+        step = dataclasses.replace(job, record=steps, prompts=prompts, params=next_token)
         outputs = {row: output async for row, output in sample_job(service, step)}
         ordered_outputs = (outputs[row] for row in range(len(prompts)))
         for index, choice in running.items():

@@ -101,6 +101,10 @@ class RequestRecord:
         name = header if is_given else f"{_RANDOM.getrandbits(64):016x}"
         return cls(name, is_given, method, path)
 
+    def part(self) -> "RequestRecord":
+        """Return a record of a part of the request, whose outputs are not those of the request."""
+        return dataclasses.replace(self, _outputs={})
+
     def size(self, num_chars: int) -> int:
         """Estimate the work of a request, as a number of characters, for `Service.encode`.
 

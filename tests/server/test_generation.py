@@ -2,11 +2,15 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 from paged_jax import LLM, BeamSearchParams, Engine
+from paged_jax.arguments import ArgumentError
 from paged_jax.server import Settings
+from paged_jax.server.api_error import ApiError
+from paged_jax.server.beam_search import check_beam_search
 from tests.support.live_server import CHAT_TEMPLATE, LiveServer, error_of
 from tests.support.tiny_model import SIZES, save_tiny_model
 
@@ -82,6 +86,7 @@ def test_best_of_returns_the_most_probable_samples(server) -> None:
     ("changes", "param", "message"),
     [
         ({"use_beam_search": True, "n": 11}, "n", "at most 10"),
+        ({"use_beam_search": True, "best_of": 11}, "best_of", "at most 10"),
         ({"use_beam_search": True, "temperature": 0.5}, "temperature", "null or 0 with"),
         ({"use_beam_search": True, "stop": "a"}, "stop", "must be null with"),
         ({"use_beam_search": True, "bad_words": ["a"]}, "bad_words", "must be null with"),
@@ -97,6 +102,17 @@ def test_best_of_returns_the_most_probable_samples(server) -> None:
 def test_unsupported_options_are_rejected(server, changes, param, message) -> None:
     error = error_of(server.post("/v1/completions", {"prompt": "ab", **changes}), 400)
     assert error["param"] == param and message in error["message"]
+
+
+def test_beam_search_reports_a_form_that_cannot_be_compiled() -> None:
+    """A chat compiles the form of its answer when its parameters are made."""
+
+    def params() -> None:
+        raise ArgumentError("form", "cannot be compiled: no such type", "response_format")
+
+    with pytest.raises(ApiError, match="response_format cannot be compiled") as caught:
+        check_beam_search(None, SimpleNamespace(params=params))
+    assert (caught.value.status, caught.value.param) == (400, "response_format")
 
 
 def test_beam_search_omits_suppressed_tokens(tmp_path) -> None:

@@ -99,6 +99,15 @@ def test_log_line_has_tokens_and_times(server, lines, stream) -> None:
     assert "error" not in line and "client_gone" not in line
 
 
+def test_log_line_counts_the_beams_and_not_their_steps(server, lines) -> None:
+    body = {"prompt": "the cat", "n": 3, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    answer = server.post("/v1/completions", {**body, "use_beam_search": True}).json()
+    server.wait_until_idle()
+    line = lines.of("/v1/completions")[-1]
+    assert line["generated_tokens"] == answer["usage"]["completion_tokens"] == 3 * 4
+    assert line["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+
+
 def test_log_line_has_times_in_order(server, lines) -> None:
     server.post("/v1/completions", BODY, headers={"X-Request-ID": "one"})
     server.wait_until_idle()
