@@ -91,6 +91,18 @@ def test_update_is_in_place_on_tpu(results, name) -> None:
     assert program["temporary_bytes"] < 0.01 * pool_bytes
 
 
+def test_copies_are_issued_in_few_bundles() -> None:
+    """A bundle takes about a cycle. The programs are for v6e. Cost: 15 CPU-seconds."""
+    programs = run_script("aot_bundles", "v6e", "decode", "write of 64 tokens")
+    loops = programs["decode"]["loops"]
+    # The loop over the blocks of a tile. With checks of bounds, it has 53 bundles.
+    [issue] = [loop for loop in loops if loop["depth"] == 3 and loop["copies"]]
+    assert (issue["copies"], issue["waits"]) == (2, 0) and issue["bundles"] <= 30
+    # The whole kernel, whose loops run once for each token. XLA's scatter takes 1,080 bundles for
+    # 16 of the 1,024 rows of these tokens.
+    assert programs["write of 64 tokens"]["bundles"] <= 170
+
+
 @pytest.mark.parametrize("name", STATES)
 def test_states_are_advanced_in_place_on_tpu(results, name) -> None:
     """XLA computes convolutions, and may copy the states of the batch, but not the pool.
