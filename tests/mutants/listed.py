@@ -1,9 +1,10 @@
 """All mutants. A feature adds those that its tests kill.
 
-`STATES` are defects of the states of recurrent layers, `SERVER` are defects of what the server
-tells when something goes wrong, `CONFIGS` of the reader of configs and of tanh, `ROWS` of rows on
-several devices, `EXACT` of exact numerics, `SURVIVORS` are defects that the tests once did not
-find, and `DRAWN` are changes of functions that were drawn by lot from all folders.
+`TPU_WRITES` are defects of the kernel that writes tokens on TPUs, `STATES` of the states of
+recurrent layers, `SERVER` of what the server tells when something goes wrong, `CONFIGS` of the
+reader of configs and of tanh, `ROWS` of rows on several devices, `EXACT` of exact numerics,
+`SURVIVORS` are defects that the tests once did not find, and `DRAWN` are changes of functions that
+were drawn by lot from all folders.
 """
 
 from tests.mutants.drawn import DRAWN
@@ -280,4 +281,42 @@ EXACT = (
     ),
 )
 
-MUTANTS = (*STATES, *SERVER, *CONFIGS, *ROWS, *EXACT, *SURVIVORS, *DRAWN)
+_TPU_WRITE = "paged_jax.kernels.mosaic_tpu.write"
+_TPU_TESTS = "tests/kernels/test_tpu_write.py"
+
+TPU_WRITES = (
+    mutant(
+        "tokens of a tile have buffers of their own",
+        "kernels/mosaic_tpu",
+        f"{_TPU_WRITE}:_find_places",
+        "jnp.where(is_token, first, -1)",
+        "jnp.where(is_token, index[:, 0], -1)",
+        _TPU_TESTS,
+    ),
+    mutant(
+        "the first token of a tile starts the write",
+        "kernels/mosaic_tpu",
+        f"{_TPU_WRITE}:_find_places",
+        "last == index[:, 0]",
+        "first == index[:, 0]",
+        _TPU_TESTS,
+    ),
+    mutant(
+        "a token past the end of its block is written",
+        "kernels/mosaic_tpu",
+        f"{_TPU_WRITE}:_find_places",
+        "args.offsets < C",
+        "args.offsets <= C",
+        _TPU_TESTS,
+    ),
+    mutant(
+        "a token has the row of its block and not of its tile",
+        "kernels/mosaic_tpu",
+        f"{_TPU_WRITE}:_kernel",
+        "lax.rem(places.offsets[start + token], _TILE)",
+        "places.offsets[start + token]",
+        _TPU_TESTS,
+    ),
+)
+
+MUTANTS = (*TPU_WRITES, *STATES, *SERVER, *CONFIGS, *ROWS, *EXACT, *SURVIVORS, *DRAWN)
