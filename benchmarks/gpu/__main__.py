@@ -1,16 +1,22 @@
-"""Tests and benchmarks for half an hour on a rented GPU, in stages.
+"""Tests and benchmarks for a rented GPU, in stages.
 
-    python -m benchmarks.gpu --out results                  # all stages in order
+    python -m benchmarks.gpu --out results                  # the first stages, in nine minutes
+    python -m benchmarks.gpu --total 300 --out results      # in five minutes
+    python -m benchmarks.gpu --more --out results           # all other stages, half an hour
     python -m benchmarks.gpu --stage tune --out results     # one stage, like `make gpu-tune`
     python -m benchmarks.gpu --peer prototype.py            # with another kernel
     python -m benchmarks.gpu --budget 60                    # at most about a minute for each stage
-    python -m benchmarks.gpu --dry-run                      # list the commands
-    python -m benchmarks.gpu --quick --out /tmp/results     # all stages at small sizes, on a CPU
+    python -m benchmarks.gpu --dry-run                      # list the commands of all stages
+    python -m benchmarks.gpu --more --quick --out /tmp/results    # at small sizes, on a CPU
 
 It runs from the sources, with the Python that starts it. It creates no environment, installs and
 downloads nothing, and does not need git (PAGED_JAX_COMMIT may name the commit). That Python needs
 JAX with its CUDA plugin, flax, orbax, safetensors, tokenizers, jinja2, tqdm, hypothesis and pytest.
 PyTorch is timed if it is installed, and plots need matplotlib.
+
+The first stages are in the order of the worth of their answers. When the time of `--total` is over,
+no stage starts, and the last one ends early; its results so far are kept. A stage that fails does
+not stop the next one.
 
 A stage and the check of the device before it take less than 570 s, and write at most 8 files to the
 folder of `--out`: results as JSON, the output of all its processes in ``STAGE.log``, and a summary
@@ -32,7 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from xml.etree import ElementTree
@@ -40,6 +46,11 @@ from xml.etree import ElementTree
 from benchmarks.harness import ROOT, write_json
 
 # The stages: their commands, order and time limits.
+
+# Seconds of the first stages together, with the check of the device.
+TOTAL_SECONDS = 540
+# A stage starts only if it has this much time, and its measurements end this long before its end.
+_LEAST_SECONDS, _END_SECONDS = 45, 30
 
 # Rented GPUs often stop a command after ten minutes. So a stage and the device check before it may
 # take at most 570 s together.
@@ -51,6 +62,10 @@ TUNING_FILE, DEFAULTS_FILE = "tuning.json", "gpu-defaults.json"
 # Seconds after which a stage starts no new measurement. The stages "tests" and "text" and the start
 # of each stage take the rest of half an hour.
 _BUDGETS = {
+    "prompts": 120,
+    "tune-first": 90,
+    "batch-1": 120,
+    "batch-64": 120,
     "tune": 280,
     "goals": 290,
     "mosaic": 120,
@@ -64,9 +79,7 @@ _BUDGETS = {
 # pytest prints the stacks of all threads if a test runs for longer than this.
 _STACKS_AFTER_SECONDS = 120
 
-# Shapes to tune: heads of 128 and 64. Other shapes use the entry of the nearest of these.
-_TUNED = ("--models", "Llama-3 8B", "TinyLlama", "--block-sizes", "16")
-
+_RECURRENT_TESTS = {"tests/kernels/test_state_rows.py": ("-k", "triton")}
 # These tests compile the kernels on a GPU and interpret them elsewhere. Each file runs in a
 # separate process, so that all of them run at the same time. Long files use several processes if
 # pytest-xdist is installed.
@@ -82,6 +95,7 @@ _KERNEL_TESTS = {
     "tests/kernels/test_writing.py": ("-k", "triton"),
     "tests/kernels/test_rope_write.py": ("-k", "triton"),
     "tests/kernels/test_linear.py": ("-k", "triton"),
+    **_RECURRENT_TESTS,
 }
 _NUM_PROCESSES = {
     "tests/kernels/test_triton_decode.py": 3,
@@ -154,8 +168,17 @@ def _device(out: Path, is_quick: bool) -> list[Command]:
 
 
 def _tests(out: Path, is_quick: bool) -> list[Command]:
+    return _test_files(out, is_quick, _KERNEL_TESTS)
+
+
+def _recurrent(out: Path, is_quick: bool) -> list[Command]:
+    return _test_files(out, is_quick, _RECURRENT_TESTS)
+
+
+def _test_files(out: Path, is_quick: bool, files: Mapping[str, tuple[str, ...]]) -> list[Command]:
+    """Return a process for each test file, which is given with arguments of pytest."""
     commands = []
-    for file, selection in _KERNEL_TESTS.items():
+    for file, selection in files.items():
         name = Path(file).stem
         chosen = ("-m", "not slow", *selection) if is_quick else selection
         if importlib.util.find_spec("xdist") is not None and file in _NUM_PROCESSES:
@@ -183,16 +206,33 @@ def _memcheck(out: Path, is_quick: bool) -> list[Command]:
 
 
 def _tune(out: Path, is_quick: bool) -> list[Command]:
-    table, times = out / TUNING_FILE, out / "tune.json"
-    extra = ("--dry-run",) if is_quick else _budget("tune")
-    arguments = (*_TUNED, "--table", table, "--json", times, *extra)
-    return [Command(_module("benchmarks.attention.tune", *arguments), "tune")]
+    return _tune_models(out, is_quick, "tune", "Llama-3 8B", "TinyLlama")
+
+
+def _tune_first(out: Path, is_quick: bool) -> list[Command]:
+    return _tune_models(out, is_quick, "tune-first", "Llama-3 8B")
+
+
+def _tune_models(out: Path, is_quick: bool, stage: str, *models: str) -> list[Command]:
+    """Return the process that tunes the shapes of models, with blocks of 16 tokens.
+
+    Other shapes use the entry of the nearest of these.
+    """
+    table, times = out / TUNING_FILE, out / f"{stage}.json"
+    extra = ("--dry-run",) if is_quick else _budget(stage)
+    shapes = ("--models", *models, "--block-sizes", "16")
+    arguments = (*shapes, "--table", table, "--json", times, *extra)
+    return [Command(_module("benchmarks.attention.tune", *arguments), stage)]
 
 
 def _goals(out: Path, is_quick: bool) -> list[Command]:
     extra = ("--quick", "--rounds", "1") if is_quick else _budget("goals")
     arguments = ("--goals", "--json", out / "decode-attention-gpu.json", *extra)
     return [Command(_module("benchmarks.attention", *arguments), "goals")]
+
+
+def _prompts(out: Path, is_quick: bool) -> list[Command]:
+    return _compare(out, is_quick, "prompts", "prefill")
 
 
 def _mosaic(out: Path, is_quick: bool) -> list[Command]:
@@ -228,9 +268,28 @@ def _divisions(out: Path, is_quick: bool) -> list[Command]:
 
 
 def _step(out: Path, is_quick: bool) -> list[Command]:
-    extra = ("--quick", "--variants", "bare step") if is_quick else _budget("step")
-    arguments = ("--goals", "--json", out / "step-gpu.json", *extra)
-    return [Command(_module("benchmarks.step", *arguments), "step")]
+    return _time_steps(out, is_quick, "step", "step-gpu.json", "--goals")
+
+
+def _batch_1(out: Path, is_quick: bool) -> list[Command]:
+    cases = ("--models", "135M", "8B", "--batches", "1", "--variants", "engine", "bare step")
+    profile = ("--profile", out / "profile-batch-1")
+    return _time_steps(out, is_quick, "batch-1", "step-batch-1.json", *cases, *profile)
+
+
+def _batch_64(out: Path, is_quick: bool) -> list[Command]:
+    variants = ("engine", "matmuls by cuBLAS", "matmuls tuned over all tiles", "bare step")
+    cases = ("--models", "8B", "--batches", "64", "--variants", *variants)
+    return _time_steps(out, is_quick, "batch-64", "step-batch-64.json", *cases)
+
+
+def _time_steps(
+    out: Path, is_quick: bool, stage: str, file: str, *arguments: str | Path
+) -> list[Command]:
+    """Return the process that times whole steps."""
+    quick = ("--quick", "--variants", "bare step")
+    extra = quick if is_quick else (*arguments, *_budget(stage))
+    return [Command(_module("benchmarks.step", "--json", out / file, *extra), stage)]
 
 
 def _weights(out: Path, is_quick: bool) -> list[Command]:
@@ -283,8 +342,24 @@ _SINGLE_ALLOCATIONS = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
 # JAX takes three quarters of the memory by default.
 _ALL_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
 
-STAGES: dict[str, Stage] = {
-    "device": Stage("the device, its memory, and versions", _device, DEVICE_SECONDS),
+_DEVICE = {"device": Stage("the device, its memory, and versions", _device, DEVICE_SECONDS)}
+
+FIRST: dict[str, Stage] = {
+    "prompts": Stage("prompts on mosaic_gpu, compared with Triton and JAX's kernel", _prompts, 180),
+    "tune-first": Stage(
+        f"launch parameters of Llama 3 8B, into {TUNING_FILE}", _tune_first, 150, is_tuned=False
+    ),
+    "batch-1": Stage(
+        "decode steps of one sequence, with a profile", _batch_1, 180, environment=_ALL_MEMORY
+    ),
+    "batch-64": Stage(
+        "decode steps of 64 sequences, in variants", _batch_64, 180, environment=_ALL_MEMORY
+    ),
+    "recurrent": Stage("the results of the recurrent kernels, compiled", _recurrent, 90),
+}
+"""Stages whose answers are worth most, the most valuable first."""
+
+MORE: dict[str, Stage] = {
     "tests": Stage("the results of the compiled kernels", _tests, environment=_SHARED_MEMORY),
     "memcheck": Stage(
         "memory accesses of decode kernels, if compute-sanitizer is installed",
@@ -321,7 +396,9 @@ STAGES: dict[str, Stage] = {
     ),
     "pictures": Stage("the results as pictures, if matplotlib is installed", _pictures, 120),
 }
-"""Stages by name, in order."""
+"""All other stages, in order."""
+
+STAGES = _DEVICE | FIRST | MORE
 
 
 # The run.
@@ -367,7 +444,7 @@ def run_stage(name: str, stage: Stage, out: Path, *, is_quick: bool = False) -> 
         "seconds": seconds,
         "is_late": seconds > stage.seconds,
         "statuses": {c.name: status for c, status in zip(commands, statuses, strict=True)},
-        "tests": read_tests(out) if name == "tests" else {},
+        "tests": read_tests(out),
     }
     print(f"== {name}: {seconds:.0f} s, statuses {statuses}", flush=True)
     _keep(out / SUMMARY, name, summary)
@@ -497,11 +574,22 @@ def _print_stages(stages: dict[str, Stage], out: Path, is_quick: bool) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run stages, or print their commands."""
-    parser = argparse.ArgumentParser(
-        description="Run tests and benchmarks for half an hour on a GPU, in stages."
+    parser = argparse.ArgumentParser(description="Run tests and benchmarks on a GPU, in stages.")
+    parser.add_argument(
+        "--stage",
+        nargs="+",
+        choices=STAGES,
+        metavar="NAME",
+        help=f"run only these stages: {', '.join(STAGES)} (default: {', '.join(FIRST)})",
     )
-    parser.add_argument("--stage", nargs="+", choices=STAGES, default=list(STAGES), metavar="NAME",
-                        help=f"run only these stages: {', '.join(STAGES)}")  # fmt: skip
+    parser.add_argument("--more", action="store_true", help=f"run {', '.join(MORE)}")
+    parser.add_argument(
+        "--total",
+        type=int,
+        metavar="SECONDS",
+        help="end all stages after this time (default: no limit with --stage and --more, else "
+        f"{TOTAL_SECONDS})",
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "gpu-results", metavar="FOLDER")
     parser.add_argument(
         "--peer", type=Path, metavar="FILE", help="add a stage that times the kernel of this file"
@@ -517,8 +605,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     # The working directory of the processes is not the current directory.
     out = options.out.resolve()
-    needs_device = not options.quick and not _WITHOUT_DEVICE.issuperset(options.stage)
-    names = ["device", *options.stage] if needs_device else options.stage
+    is_first = options.stage is None and not options.more
+    names = options.stage or list(MORE if options.more else FIRST)
+    if options.dry_run and is_first:
+        names = [*FIRST, *MORE]
+    if not options.quick and not _WITHOUT_DEVICE.issuperset(names):
+        names = ["device", *(name for name in names if name != "device")]
     stages = {name: _within(STAGES[name], options.budget) for name in names}
     if options.peer:
         pictures = stages.pop("pictures", None)
@@ -527,8 +619,18 @@ def main(arguments: list[str] | None = None) -> int:
     if options.dry_run:
         _print_stages(stages, out, options.quick)
         return 0
+    total = TOTAL_SECONDS if is_first and options.total is None else options.total
+    end = None if total is None else time.monotonic() + total
     failed = []
     for name, stage in stages.items():
+        if end is not None:
+            seconds = end - time.monotonic()
+            if seconds < _LEAST_SECONDS:
+                print(f"\n== {name}: no time left", flush=True)
+                _keep(out / SUMMARY, name, {"is_skipped": True})
+                continue
+            stage = _within(stage, int(seconds) - _END_SECONDS)
+            stage = stage._replace(seconds=min(stage.seconds, seconds))
         summary = run_stage(name, stage, out, is_quick=options.quick)
         if any(summary["statuses"].values()):
             failed.append(name)

@@ -87,7 +87,7 @@ def test_every_kernel_is_run_by_the_tests_of_a_gpu(tmp_path) -> None:
     assert set(files) == set(get_args(PoolOp))
     commands = STAGES["tests"].commands(tmp_path, False)
     run_there = {command.name for command in commands}
-    others = {"test_attention", "test_linear", "test_triton_quantised"}
+    others = {"test_attention", "test_linear", "test_triton_quantised", "test_state_rows"}
     assert {*files.values(), *others} <= run_there
     for command in commands:
         [file] = [argument for argument in command.arguments if argument.startswith("tests/")]
@@ -96,22 +96,43 @@ def test_every_kernel_is_run_by_the_tests_of_a_gpu(tmp_path) -> None:
         assert 'default_backend() != "gpu"' in text or "BACKENDS" in text, file
 
 
-def test_stages_are_half_an_hour_together(tmp_path) -> None:
-    commands = [c for stage in STAGES.values() for c in stage.commands(tmp_path, False)]
+@pytest.mark.parametrize(
+    # The first stages leave time for the device check, tests and compilation; the others for tests,
+    # text, and last cases that start when the time is nearly over.
+    ("stages", "count", "seconds"),
+    [(run.FIRST, 4, run.TOTAL_SECONDS - 90), (run.MORE, 8, 30 * 60 - 8 * 60)],
+)
+def test_stages_fit_their_time_together(stages, count, seconds, tmp_path) -> None:
+    commands = [c for stage in stages.values() for c in stage.commands(tmp_path, False)]
     budgets = {
         command.name: int(command.arguments[command.arguments.index("--budget") + 1])
         for command in commands
         if "--budget" in command.arguments
     }
-    assert len(budgets) == 8
-    # The tests, the text, and a last case that starts when the time is nearly over.
-    assert sum(budgets.values()) <= 30 * 60 - 8 * 60
+    assert len(budgets) == count and sum(budgets.values()) <= seconds
+
+
+def test_stages_end_when_the_time_is_over(tmp_path, monkeypatch, capfd) -> None:
+    """A stage gets the time that is left, a stage without enough time is left out."""
+    for name in run.FIRST:
+        budget = ("--budget", "120") if name == "prompts" else ()
+        program = "import sys, time; print(sys.argv[1:]); time.sleep(1)"
+        commands = [Command(("-c", program, *budget), name)]
+        stage = Stage(name, lambda out, is_quick, commands=commands: commands)
+        monkeypatch.setitem(run.FIRST, name, stage)
+        monkeypatch.setitem(STAGES, name, stage)
+    monkeypatch.setattr(run, "_LEAST_SECONDS", 58)
+    assert run.main(["--quick", "--total", "60", "--out", str(tmp_path)]) == 0
+    assert "['--budget', '29']" in capfd.readouterr().out
+    kept = json.loads((tmp_path / run.SUMMARY).read_text())
+    assert kept["prompts"]["statuses"] == {"prompts": 0}
+    assert kept["recurrent"] == {"is_skipped": True}
 
 
 def test_a_budget_shortens_measurements_only(tmp_path, capsys) -> None:
     assert run.main(["--dry-run", "--out", str(tmp_path), "--budget", "60"]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("--budget 60") == 8 and "--max-tokens 100 " in shown
+    assert shown.count("--budget 60") == 12 and "--max-tokens 100 " in shown
 
 
 def test_dry_run_starts_nothing(tmp_path, capsys) -> None:
@@ -165,7 +186,7 @@ def test_a_stage_leaves_at_most_eight_files(tmp_path, monkeypatch) -> None:
         "device.json", "device.log", "tests.log", "stages.json"
     }  # fmt: skip
     counts = json.loads((tmp_path / run.SUMMARY).read_text())["tests"]["tests"]
-    assert len(counts) == 10 and counts["test_ragged"]["tests"] == 1
+    assert len(counts) == 11 and counts["test_ragged"]["tests"] == 1
 
 
 def test_memcheck_runs_where_there_is_a_sanitizer(tmp_path, monkeypatch) -> None:
