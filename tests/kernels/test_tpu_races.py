@@ -123,10 +123,11 @@ def test_the_interpreter_finds_missing_waits(name, monkeypatch, capsys, caplog) 
     assert all(message in printed for message in MESSAGES)
 
 
-@pytest.mark.slow
-def test_results_need_the_waits(monkeypatch) -> None:
-    got, want = attend(ON_WAIT, monkeypatch)
+@pytest.mark.parametrize("name", ["write", pytest.param("attention", marks=pytest.mark.slow)])
+def test_results_need_the_waits(name, monkeypatch) -> None:
+    """Pending copies happen at a wait, the last one first."""
+    got, want = KERNELS[name](ON_WAIT, monkeypatch)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
     leave_out_waits(monkeypatch)
-    got, want = attend(ON_WAIT, monkeypatch)
+    got, want = KERNELS[name](ON_WAIT, monkeypatch)
     assert not np.allclose(got, want, rtol=0, atol=1e-2)

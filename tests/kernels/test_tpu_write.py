@@ -3,6 +3,8 @@
 All comparisons are bit for bit. Unused places of the pools are NaN. Cost: 12 CPU-seconds.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,6 +98,36 @@ def test_rope_write_has_the_bits_of_xla() -> None:
     ]
     for got, want in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_array_equal(np.asarray(got).view("u2"), np.asarray(want).view("u2"))
+
+
+def test_vmap_writes_as_a_loop() -> None:
+    """Pools and new tokens have a dimension more than their places."""
+    pools = [jnp.asarray(np.stack([pool, pool])) for pool in poisoned(jnp.bfloat16)[:2]]
+    k, v = (jnp.asarray(np.stack([new, -new])) for new in tokens(4))
+    blocks, offsets = jnp.array([3, 0, 7, 3]), jnp.array([1, 9, 15, 2])
+
+    def write(backend: dict, *arrays: jax.Array):
+        return paged_write(*arrays, blocks, offsets, layer=LAYER, **backend)
+
+    got = jax.jit(jax.vmap(functools.partial(write, ON_TPU)))(*pools, k, v)
+    for index in range(2):
+        want = write({"backend": "xla"}, *(x[index] for x in (*pools, k, v)))
+        for pool, expected in zip(got[:2], want[:2], strict=True):
+            np.testing.assert_array_equal(
+                np.asarray(pool[index]).view("u2"), np.asarray(expected).view("u2")
+            )
+    lowered = jax.jit(jax.vmap(functools.partial(write, {}))).trace(*pools, k, v)
+    assert "tpu_custom_call" in lowered.lower(lowering_platforms=("tpu",)).as_text()
+
+
+def test_write_lowers_with_64_bit_types() -> None:
+    pools, (k, v) = poisoned(jnp.bfloat16), tokens(4)
+    places = np.arange(4, dtype=np.int32)
+    with jax.enable_x64(True):
+        traced = jax.jit(lambda *arrays: paged_write(*arrays, layer=LAYER)).trace(
+            *pools[:2], k, v, places, places
+        )
+        assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
 def _problem(pools: Pools, num_tokens: int = 4, D: int = LANES, U: int = LANES) -> Problem:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -132,6 +133,8 @@ def write(args: WriteArgs, interpret: Interpret = False) -> Pools:
         interpret=interpret,
         name="paged_write",
     )
+    # Pallas cannot add a dimension to some of the arrays of such a call.
+    call = jax.custom_batching.sequential_vmap(call)
     written = (call if interpret else functools.partial(only_on, "tpu", call))(
         *places, *new, *arrays
     )
@@ -169,11 +172,12 @@ def _kernel(*refs, num_pools: int):
     new_refs, refs = refs[:num_pools], refs[2 * num_pools :]  # the pools as inputs are not used
     pool_refs, buffers, semaphores = refs[:num_pools], refs[num_pools:-1], refs[-1]
     num_tokens = new_refs[0].shape[0]
-    start = pl.program_id(0) * num_tokens
+    start = pl.program_id(0) * np.int32(num_tokens)
 
     def copies(token, buffer_index, is_write):
         block, offset = places.blocks[start + token], places.offsets[start + token]
-        rows = pl.ds(pl.multiple_of(lax.div(offset, _TILE) * _TILE, _TILE), _TILE)
+        first = lax.div(offset, np.int32(_TILE)) * np.int32(_TILE)
+        rows = pl.ds(pl.multiple_of(first, _TILE), _TILE)
         for i, (pool, buffer) in enumerate(zip(pool_refs, buffers, strict=True)):
             tile = pool.at[places.layer[0], block, :, rows]
             ends = (buffer.at[buffer_index], tile) if is_write else (tile, buffer.at[buffer_index])
@@ -185,17 +189,18 @@ def _kernel(*refs, num_pools: int):
             for copy in copies(token, token, is_write=False):
                 copy.start()
 
-    def change(token):
-        leader = places.leaders[start + token]
-
-        @pl.when(leader == token)
+    def wait(token):
+        @pl.when(places.leaders[start + token] == token)
         def _():
             for copy in copies(token, token, is_write=False):
                 copy.wait()
 
+    def change(token):
+        leader = places.leaders[start + token]
+
         @pl.when(leader >= 0)
         def _():
-            row = lax.rem(places.offsets[start + token], _TILE)
+            row = lax.rem(places.offsets[start + token], np.int32(_TILE))
             for new, buffer in zip(new_refs, buffers, strict=True):
                 tile = buffer[leader]
                 is_row = lax.broadcasted_iota(jnp.int32, tile.shape, 1) == row
@@ -213,5 +218,8 @@ def _kernel(*refs, num_pools: int):
             for copy in copies(token, places.leaders[start + token], is_write=True):
                 copy.wait()
 
-    for action in (read, change, finish):
-        lax.fori_loop(0, num_tokens, lambda token, _, action=action: action(token), None)
+    # Copies may end in any order, and a wait only says that one of them has ended. So wait for all
+    # of them before the first tile is changed.
+    for action in (read, wait, change, finish):
+        bounds = np.int32(0), np.int32(num_tokens)
+        lax.fori_loop(*bounds, lambda token, _, action=action: action(token), None)
