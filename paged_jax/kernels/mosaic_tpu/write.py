@@ -135,9 +135,10 @@ def write(args: WriteArgs, interpret: Interpret = False) -> Pools:
     )
     # Pallas cannot add a dimension to some of the arrays of such a call.
     call = jax.custom_batching.sequential_vmap(call)
-    written = (call if interpret else functools.partial(only_on, "tpu", call))(
-        *places, *new, *arrays
-    )
+    with jax.enable_x64(False):  # Pallas for TPUs has no 64-bit indices
+        written = (call if interpret else functools.partial(only_on, "tpu", call))(
+            *places, *new, *arrays
+        )
     return Pools(written[0], written[1] if len(written) > 1 else None, None, None)
 
 
