@@ -109,8 +109,8 @@ class DocstringExtension(Extension):
             attr.value = attr.value.arguments[0]
             assert isinstance(attr.parent, Class)
             config = getattr(importlib.import_module(attr.module.path), attr.parent.name)
-            [help] = [each.help for each in options_of(config) if each.name == attr.name]
-            text = as_markdown(f"{help[0].upper()}{help[1:]}.", self.links)
+            [text] = [option.help for option in options_of(config) if option.name == attr.name]
+            text = as_markdown(f"{text[0].upper()}{text[1:]}.", self.links)
             attr.docstring = Docstring(text, parent=attr)
 
     def on_package(self, *, pkg: Module, loader: GriffeLoader, **kwargs: Any) -> None:

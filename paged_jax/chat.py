@@ -82,15 +82,17 @@ def make_parser() -> Parser:
 def _run(args: Any, status: Status) -> None:
     join_processes(args)
     options = {"max_num_seqs": 1, "steps_per_dispatch": 1, **engine_options(args)}
-    kwargs = given_params(args)
-    SamplingParams(**kwargs)  # raises an error for invalid parameters before the model is loaded
+    sampling_values = given_params(args)
+    SamplingParams(
+        **sampling_values
+    )  # raises an error for invalid parameters before the model is loaded
     status.say("loading the model")
     llm = LLM(**options, on_compile=status.say)
     if not distributed.is_leader():
         status.clear()
         llm.follow()
         return
-    params = recommended_params(llm, kwargs, default_max_tokens=_MAX_TOKENS)
+    params = recommended_params(llm, sampling_values, default_max_tokens=_MAX_TOKENS)
     conversation = Conversation(llm, params, args.system)
     status.clear()
     for message in _read_messages():

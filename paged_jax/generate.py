@@ -119,9 +119,9 @@ def _run(args: argparse.Namespace, status: Status) -> None:
     join_processes(args)
     options = engine_options(args)
     prompts = _read_prompts(args)
-    kwargs = given_params(args)
+    sampling_values = given_params(args)
     # Raises an error for invalid parameters before the model is loaded.
-    num_samples = SamplingParams(**kwargs).n * len(prompts)
+    num_samples = SamplingParams(**sampling_values).n * len(prompts)
     if args.profile is not None:
         check_profile_folder(args.profile)
     status.say("loading the model")
@@ -136,7 +136,7 @@ def _run(args: argparse.Namespace, status: Status) -> None:
         return
     if args.chat:
         prompts = [_as_chat(llm, prompt) for prompt in prompts]
-    params = recommended_params(llm, kwargs, default_max_tokens=_MAX_TOKENS)
+    params = recommended_params(llm, sampling_values, default_max_tokens=_MAX_TOKENS)
     write = _write_json if args.json else _Streamer() if is_stream else _write_text
     pictures = _BlockPictures(llm, status) if args.show_blocks else None
     status.clear()
@@ -184,22 +184,22 @@ def _complete(
 
 
 def recommended_params(
-    llm: LLM, kwargs: dict[str, Any], *, default_max_tokens: int
+    llm: LLM, sampling_values: dict[str, Any], *, default_max_tokens: int
 ) -> SamplingParams:
     """Return sampling parameters: the user's values, and the model's defaults for the others.
 
     Args:
       llm: engine with the model.
-      kwargs: the user's values, see `given_params`.
+      sampling_values: the user's values, see `given_params`.
       default_max_tokens: ``max_tokens`` if neither the user nor the model sets it.
 
     Raises:
       ValueError: a value of the model's generation_config.json is invalid.
     """
     if "max_tokens" not in llm.generation_config.sampling_defaults:
-        kwargs = {"max_tokens": default_max_tokens, **kwargs}
+        sampling_values = {"max_tokens": default_max_tokens, **sampling_values}
     try:
-        return llm.get_default_sampling_params(**kwargs)
+        return llm.get_default_sampling_params(**sampling_values)
     except ValueError as error:  # not caused by the user's values, which were checked before
         raise ValueError(f"the model's generation_config.json: {error}") from None
 

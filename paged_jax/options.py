@@ -129,10 +129,10 @@ class Option(NamedTuple):
     is_recommended: bool = False
 
     def allows(self, value: Any) -> bool:
-        """Return whether the value is within the bounds, or None where None is allowed."""
-        if value is None:
-            return self.is_optional
-        return self.bounds is None or self.bounds.contains(value)
+        """Return whether the value is within the bounds, if there are any, or an allowed None."""
+        if self.bounds is None:
+            return True
+        return self.is_optional if value is None else self.bounds.contains(value)
 
     def problem(self, value: Any) -> str:
         """Return the error message of a value out of bounds, after the name of the option."""

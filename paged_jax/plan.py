@@ -285,12 +285,12 @@ def as_text(plan: MemoryPlan, lengths: list[int], device: DeviceSpec | None = No
     lines = [f"{name:<8}{format_bytes(size):>12}  {note}" for name, size, note in _rows(plan)]
     lines += ["", *_table(plan, lengths, device)]
     sizes = plan.sizes
-    summary = "1 sequence runs" if sizes.num_slots == 1 else f"{sizes.num_slots} sequences run"
+    runs_at_once = "1 sequence runs" if sizes.num_slots == 1 else f"{sizes.num_slots} sequences run"
     if plan.num_engine_blocks < plan.num_blocks:
         blocks = f"{plan.num_engine_blocks:,} blocks"
-        lines += ["", f"{summary} at once. An engine allocates {blocks}: {plan.pool.limit}."]
+        lines += ["", f"{runs_at_once} at once. An engine allocates {blocks}: {plan.pool.limit}."]
     elif any(plan.num_paged(length) > sizes.num_slots for length in lengths):
-        lines += ["", f"{summary} at once, see --max-num-seqs; others wait."]
+        lines += ["", f"{runs_at_once} at once, see --max-num-seqs; others wait."]
     return "\n".join(lines)
 
 

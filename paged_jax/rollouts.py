@@ -289,9 +289,9 @@ def _generate(
     """
     B, T = prompts.token_ids.shape
     num_rows = B * num_samples
-    has_window = any(group.retention.frees for group in model.config.cache_groups)
+    frees_blocks = any(group.retention.frees for group in model.config.cache_groups)
     num_tokens = max(T - 1, max_tokens)
-    tokens_per_pass = min(num_tokens, _MAX_TOKENS_PER_PASS) if has_window else num_tokens
+    tokens_per_pass = min(num_tokens, _MAX_TOKENS_PER_PASS) if frees_blocks else num_tokens
     num_blocks = B * _num_blocks(T, max_tokens, num_samples, block_size)
     max_in_row = _max_blocks_in_row(model, T + max_tokens, tokens_per_pass, block_size)
     cache = model.create_cache(
@@ -610,11 +610,11 @@ def _check_numbers(values: dict[str, ArrayLike]) -> None:
 
     Traced values are not checked.
     """
-    for option in options_of(SamplingParams):
-        value = values.get(option.name)
-        if value is not None and not isinstance(value, Tracer):
+    options = {option.name: option for option in options_of(SamplingParams)}
+    for name, value in values.items():
+        if not isinstance(value, Tracer):
             for element in np.asarray(value).reshape(-1).tolist():
-                option.check("rollout", element)
+                options[name].check("rollout", element)
 
 
 def _sampling(

@@ -39,7 +39,7 @@ from paged_jax.models.gguf_file import is_gguf
 from paged_jax.models.hub import is_model_name
 from paged_jax.models.text.reasoning import FORMATS as REASONING_FORMATS
 from paged_jax.monitoring import check_profile_folder
-from paged_jax.options import SECONDS, check_options, integer, option, options_of
+from paged_jax.options import SECONDS, SWITCH, check_options, integer, one_of, option, options_of
 
 try:
     import resource
@@ -138,6 +138,7 @@ class ServerOptions:
         15.0,
         "seconds without events after which a stream sends a ping, so that proxies and clients "
         "keep the connection open; 0 for no pings",
+        bounds=SECONDS,
         metavar="SECONDS",
     )
     uds: str | None = option(
@@ -151,12 +152,13 @@ class ServerOptions:
         "format of the reasoning in the generated text; answers of chats have the reasoning in a "
         "separate field; auto detects the format from the chat template, none leaves the "
         "reasoning in the content",
-        choices=("auto", "none", *REASONING_FORMATS),
+        bounds=one_of("auto", "none", *REASONING_FORMATS),
     )
     warmup: bool = option(
         True,
         "compile all programs before the server is ready; each program is then compiled when a "
         "request first needs it",
+        bounds=SWITCH,
         flag="--no-warmup",
     )
     drain_timeout: float = option(
@@ -189,12 +191,12 @@ class ServerOptions:
     log_level: str = option(
         "info",
         "minimum level of log lines; info logs each request, debug also logs probes",
-        choices=("debug", "info", "warning", "error"),
+        bounds=one_of("debug", "info", "warning", "error"),
     )
     log_format: LogFormat = option(
         "text",
         "format of log lines: plain text, or a JSON object per line",
-        choices=get_args(LogFormat),
+        bounds=one_of(*get_args(LogFormat)),
     )
 
     def __post_init__(self) -> None:

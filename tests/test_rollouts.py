@@ -205,6 +205,7 @@ def test_rollout_runs_in_a_scan_of_training_steps(model) -> None:
         ({"seed": np.arange(2)}, r"seed must be one value or have shape \[3\], .* \[2\]"),
         ({"top_p": np.ones((3, 1))}, r"top_p must be one value or have shape \[3\]"),
         ({"temperature": -1.0}, "rollout: temperature must be finite and >= 0, got -1.0"),
+        ({"temperature": None}, "rollout: temperature must be finite and >= 0, got None"),
         ({"temperature": np.array([1.0, np.inf, 0.0])}, "temperature must be finite and >= 0, got"),
         ({"top_p": 0.0}, r"rollout: top_p must be in \(0, 1\], got 0.0"),
         ({"top_p": np.array([0.5, 1.5, 1.0])}, r"top_p must be in \(0, 1\], got 1.5"),

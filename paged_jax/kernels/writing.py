@@ -79,8 +79,8 @@ def paged_write(
         traced index is out of range. None if the pools have one layer.
       k_scale: f32 ``[L, P, K, C]``, scales of a quantised pool of keys; None for other pools.
       v_scale: scales of the values, like `k_scale`.
-      backend: ``"triton"`` or ``"mosaic_gpu"`` (GPU), ``"xla"``, or None for the best backend of
-        the platform that the program is lowered for (static).
+      backend: ``"triton"`` or ``"mosaic_gpu"`` (GPU), ``"mosaic_tpu"``, ``"xla"``, or None for the
+        best backend of the platform that the program is lowered for (static).
       interpret: whether to run the Pallas kernel of `backend` in Pallas' interpreter, on any
         platform (static).
 

@@ -61,6 +61,12 @@ def test_engine_config_checks_options_that_depend_on_each_other() -> None:
         EngineConfig(max_num_seqs=9, max_num_batched_tokens=8)
 
 
+def test_options_without_bounds_are_checked_when_they_are_used() -> None:
+    assert EngineConfig(dtype=None).dtype is None  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="^Engine: kv_dtype must be one of auto, .* got None"):
+        EngineConfig(kv_dtype=None)  # type: ignore[arg-type]
+
+
 def test_engine_config_is_frozen_and_accepts_its_defaults() -> None:
     config = EngineConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):

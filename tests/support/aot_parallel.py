@@ -106,7 +106,7 @@ def main() -> None:
         int(args.memory_fraction * device.memory),
         device.platform,
         dtype=args.dtype,
-        block_size=args.block_size or (128 if device.platform == "tpu" else 16),
+        block_size=args.block_size,
         max_num_seqs=args.batch,
         max_model_len=args.max_model_len,
         tensor_parallel_size=len(devices),
