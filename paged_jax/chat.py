@@ -83,9 +83,8 @@ def _run(args: Any, status: Status) -> None:
     join_processes(args)
     options = {"max_num_seqs": 1, "steps_per_dispatch": 1, **engine_options(args)}
     sampling_values = given_params(args)
-    SamplingParams(
-        **sampling_values
-    )  # raises an error for invalid parameters before the model is loaded
+    # Raises an error for invalid parameters before the model is loaded.
+    SamplingParams(**sampling_values)
     status.say("loading the model")
     llm = LLM(**options, on_compile=status.say)
     if not distributed.is_leader():
