@@ -19,7 +19,10 @@ CONFIG = LlamaConfig(
 )
 # Start of an attention kernel call in StableHLO, by platform. Its first result is the output of
 # attention, in the dtype of the queries.
-CALLS = {"cuda": r"@__gpu\$xla.gpu.triton\(.*paged_(?:decode|prefill)\W", "tpu": "@tpu_custom_call"}
+CALLS = {
+    "cuda": r"@__gpu\$xla.gpu.triton\(.*paged_(?:decode|prefill)\W",
+    "tpu": r"@tpu_custom_call\(.*paged_attention\W",
+}
 
 
 # Expected dtype of the queries, by the dtype of the pool.
