@@ -22,7 +22,12 @@ from tests.support import DATA
 FOLDER = DATA / "earlier"
 RECORD = json.loads((FOLDER / "record.json").read_text(encoding="utf-8"))
 # Parameters that have another name now, see docs/migration.md.
-RENAMED = {"Heads": {"sm_scale"}, "PagedCache": {"states"}, "Rollout": {"num_tokens"}}
+RENAMED = {
+    "BlockTables": {"window"},
+    "Heads": {"sm_scale"},
+    "PagedCache": {"states"},
+    "Rollout": {"num_tokens"},
+}
 
 
 @pytest.mark.parametrize("name", RECORD["public"])
