@@ -226,14 +226,17 @@ def run_twice(
 def test_engine_has_the_bits_of_log_probs(kind, dtype, monkeypatch) -> None:
     # One row is padded to three, which saves a program a case.
     monkeypatch.setattr(runner, "row_bucket", full_batch)
-    engine = make_engine(make_model(kind, dtype), dtype, **OPTIONS[kind])
+    options = dict(OPTIONS[kind])
+    if dtype == "float32":  # the program that verifies drafts is tested in bfloat16
+        options.pop("num_speculative_tokens", None)
+    engine = make_engine(make_model(kind, dtype), dtype, **options)
     run_twice(engine, monkeypatch, scores=dtype == "bfloat16")
     stats = engine.stats
     assert stats.num_preemptions > 0
     # Whether a snapshot of a recurrent layer survives depends on the steps of other requests.
     assert stats.num_cached_tokens > 0 or kind == "recurrent"
-    assert (stats.num_swap_preemptions > 0) == (OPTIONS[kind]["preemption"] == "swap")
-    assert (stats.num_accepted_tokens > 0) == ("num_speculative_tokens" in OPTIONS[kind])
+    assert (stats.num_swap_preemptions > 0) == (options["preemption"] == "swap")
+    assert (stats.num_accepted_tokens > 0) == ("num_speculative_tokens" in options)
     assert engine.model.numerics == "exact" and engine.model.cache_dtype == dtype
 
 
