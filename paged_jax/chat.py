@@ -16,6 +16,7 @@ from paged_jax.command_line import (
     add_process_arguments,
     add_quiet_argument,
     engine_options,
+    given_options,
     join_processes,
     one_line,
     status_of,
@@ -23,12 +24,12 @@ from paged_jax.command_line import (
 from paged_jax.formatting import format_bytes
 from paged_jax.generate import (
     add_sampling_arguments,
-    given_params,
     print_summary,
     recommended_params,
 )
 from paged_jax.llm import LLM
 from paged_jax.monitoring import Status
+from paged_jax.options import options_of
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.outputs import RequestOutput
 
@@ -82,7 +83,7 @@ def make_parser() -> Parser:
 def _run(args: Any, status: Status) -> None:
     join_processes(args)
     options = {"max_num_seqs": 1, "steps_per_dispatch": 1, **engine_options(args)}
-    sampling_values = given_params(args)
+    sampling_values = given_options(args, options_of(SamplingParams))
     # Raises an error for invalid parameters before the model is loaded.
     SamplingParams(**sampling_values)
     status.say("loading the model")

@@ -100,7 +100,7 @@ def make_parser() -> Parser:
 def add_sampling_arguments(
     sampling: argparse._ArgumentGroup, *, default_max_tokens: int, has_samples: bool
 ) -> None:
-    """Add the flags for sampling parameters. `given_params` reads their values.
+    """Add the flags for sampling parameters. `given_options` reads their values.
 
     Args:
       sampling: an argument group of the parser.
@@ -119,7 +119,7 @@ def _run(args: argparse.Namespace, status: Status) -> None:
     join_processes(args)
     options = engine_options(args)
     prompts = _read_prompts(args)
-    sampling_values = given_params(args)
+    sampling_values = given_options(args, options_of(SamplingParams))
     # Raises an error for invalid parameters before the model is loaded.
     num_samples = SamplingParams(**sampling_values).n * len(prompts)
     if args.profile is not None:
@@ -190,7 +190,7 @@ def recommended_params(
 
     Args:
       llm: engine with the model.
-      sampling_values: the user's values, see `given_params`.
+      sampling_values: the user's values, see `given_options`.
       default_max_tokens: ``max_tokens`` if neither the user nor the model sets it.
 
     Raises:
@@ -224,11 +224,6 @@ def _as_chat(llm: LLM, prompt: Prompt) -> Prompt:
         )
     chat: Any = llm.chat_prompt([{"role": "user", "content": text}])
     return {**chat, **fields}
-
-
-def given_params(args: argparse.Namespace) -> dict[str, Any]:
-    """Return a dict of the sampling parameters that the user set with flags."""
-    return given_options(args, options_of(SamplingParams))
 
 
 def _raise_error(output: RequestOutput) -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from paged_jax.arguments import ArgumentError, is_int, is_real, is_sequence, names_arguments
 from paged_jax.formatting import short_repr
-from paged_jax.options import Bounds, check_options, documented, integer, number, option
+from paged_jax.options import SWITCH, Bounds, check_options, documented, integer, number, option
 from paged_jax.sampling.structured_outputs import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
@@ -53,17 +53,13 @@ def _is_logit_bias(value: Any) -> bool:
     return all(map(_is_token_id, biases)) and all(map(is_real, biases.values()))
 
 
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 def _is_constraint(value: Any) -> bool:
     return isinstance(value, StructuredOutputsParams)
 
 
 _PENALTY = number("in [-2, 2]", ge=-2, le=2)
 _LOGPROBS = integer(f"an integer in [0, {MAX_LOGPROBS}] or None", ge=0, le=MAX_LOGPROBS)
-_BOOL, _BOOL_ADVICE = Bounds("a bool", _is_bool), "Use True or False."
+_BOOL, _BOOL_ADVICE = Bounds("a bool", SWITCH.contains), "Use True or False."
 
 
 @documented
