@@ -280,20 +280,17 @@ def custom_input(arguments: str) -> str:
         return arguments
 
 
-def chat_body(
-    body: InputTokensBody, tokenizer: Tokenizer | None, names: ToolNames | None = None
-) -> bodies.ChatBody:
+def chat_body(body: InputTokensBody, tokenizer: Tokenizer | None) -> bodies.ChatBody:
     """Convert a body to a body of ``POST /v1/chat/completions``.
 
     Args:
       body: the body.
       tokenizer: the tokenizer of the model; None if it has none.
-      names: the `ToolNames` of the body's tools, if they exist already.
 
     Raises:
       ApiError: the input has items that are not supported, or the tools are invalid.
     """
-    names = ToolNames(body.tools or ()) if names is None else names
+    names = ToolNames(body.tools or ())
     messages = list(_messages(body))
     tools = [_tool(name, function) for name, function in names.functions.items()]
     chat: JsonDict = {
